@@ -1,0 +1,1 @@
+"""Krylov Subspace Descent (Vinyals & Povey 2011) for PyTorch."""
