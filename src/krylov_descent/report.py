@@ -53,3 +53,95 @@ _REMEDY: Mapping[StopReason, str] = {
         "Perturb the parameters if it is a saddle."
     ),
 }
+
+
+@dataclasses.dataclass(frozen=True)
+class StepReport:
+    """One step of KSD.
+
+    Attributes:
+        iteration: the number of the step, from 0.
+        loss: f on A before the step, weight decay included.
+        search_loss_before: f on C before the step.
+        search_loss_after: f on C after it.
+        grad_norm: ‖g‖ on A.
+        krylov_dim: Krylov vectors kept; the previous direction is not counted.
+        ritz_values: eigenvalues of H̄, ascending: a picture of the curvature seen from the gradient.
+        inner_iterations: BFGS iterations.
+        inner_evaluations: evaluations of f and its gradient on C.
+        stop_reason: why the search ended; ``stop_reason.remedy`` says what to do.
+        accepted: whether the previous step was kept; False means that it raised f on A and was undone first.
+        seconds: time by phase: "gradient", "basis", "search".
+        sample_gradients: cost of this step in gradients of one sample (forward ⅓, Gauss–Newton or Fisher product
+            4/3, Hessian product 2, sign probe ⅔).
+        orthogonality_error: max |V Vᵀ − I|.
+        set_sizes: samples in "A", "B" and "C".
+        preconditioner: what served as D: "fisher", "none", or the name of a custom one.
+        notes: what else there is to know, one sentence each.
+
+    Example:
+        >>> import torch
+        >>> from krylov_descent import KSD
+        >>> w = torch.nn.Parameter(torch.tensor([3.0, -2.0]))
+        >>> report = KSD([w]).step(lambda: (w.square().mean(), w))
+        >>> float(report)
+        6.5
+        >>> report.as_dict()["stop_reason"]
+        'converged'
+    """
+
+    iteration: int
+    loss: float
+    search_loss_before: float
+    search_loss_after: float
+    grad_norm: float
+    krylov_dim: int
+    ritz_values: tuple[float, ...]
+    inner_iterations: int
+    inner_evaluations: int
+    stop_reason: StopReason
+    accepted: bool
+    seconds: Mapping[str, float]
+    sample_gradients: float
+    orthogonality_error: float
+    set_sizes: Mapping[str, int]
+    preconditioner: str
+    notes: tuple[str, ...] = ()
+
+    def __float__(self) -> float:
+        return self.loss
+
+    def __str__(self) -> str:
+        kept = "" if self.accepted else " | previous step undone"
+        return (
+            f"step {self.iteration} | loss {self.loss:.6g} | search {self.search_loss_before:.6g} → "
+            f"{self.search_loss_after:.6g} | |g| {self.grad_norm:.3g} | K {self.krylov_dim} | "
+            f"{self.inner_evaluations} evaluations, {self.stop_reason.value} | "
+            f"{sum(self.seconds.values()):.2f} s{kept}"
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain numbers, strings, lists and dicts, ready for JSON."""
+        plain = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        plain["stop_reason"] = self.stop_reason.value
+        plain["ritz_values"] = list(self.ritz_values)
+        plain["seconds"] = dict(self.seconds)
+        plain["set_sizes"] = dict(self.set_sizes)
+        plain["notes"] = list(self.notes)
+        return plain
+
+
+@dataclasses.dataclass(frozen=True)
+class Settlement:
+    """What ``KSD.settle`` found: the loss on A that training ends with, and whether the last step was kept.
+
+    Example:
+        >>> Settlement(loss=0.25, accepted=True)
+        Settlement(loss=0.25, accepted=True)
+    """
+
+    loss: float
+    accepted: bool
+
+    def __float__(self) -> float:
+        return self.loss

@@ -1,0 +1,124 @@
+"""Before the first step: is the closure a mean over samples, the same at every call, leaving buffers alone?
+
+A closure that is not makes every product and every comparison of losses silently wrong, so it is refused.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from krylov_descent.data import Microbatch
+from krylov_descent.objective import FORWARD, Objective
+from krylov_descent.sets import StepSets
+
+
+class _Seen:
+    """The modules that ran, and their buffers as they were before."""
+
+    def __init__(self) -> None:
+        self.modules: dict[int, nn.Module] = {}
+        self.buffers: list[tuple[nn.Module, str, Tensor, Tensor]] = []
+
+    def note(self, module: nn.Module, args: object) -> None:
+        if id(module) not in self.modules:
+            self.modules[id(module)] = module
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    self.buffers.append((module, name, buffer, buffer.detach().clone()))
+
+    def moved(self) -> list[str]:
+        """Which buffers changed; all are put back."""
+        names = []
+        for module, name, buffer, before in self.buffers:
+            if module._buffers.get(name) is not buffer or not torch.equal(buffer, before):
+                names.append(f"{type(module).__name__}.{name}")
+                with torch.no_grad():
+                    buffer.copy_(before)
+                module._buffers[name] = buffer
+        return names
+
+    def training(self, *kinds: type[nn.Module]) -> list[str]:
+        """Names of the modules of these kinds that ran in train mode."""
+        return sorted({type(m).__name__ for m in self.modules.values() if isinstance(m, kinds) and m.training})
+
+
+_DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+
+
+def check_consistency(objective: Objective, draw: StepSets) -> None:
+    """Compare a small batch with itself and with its two halves.
+
+    Raises:
+        ValueError: naming the likely cause and the remedy.
+    """
+    probe = draw.probe
+    batch = next(iter(draw.a)) if probe is None else probe[0]
+    with _watching() as seen:
+        first = objective.evaluate(batch)
+        objective.sample_gradients += FORWARD * first.samples
+        whole = first.loss.item()
+        again = _value(objective, batch)[0]
+    moved = seen.moved()
+    tolerance = torch.finfo(first.loss.dtype).eps ** 0.5
+    if moved:
+        raise ValueError(
+            f"The closure changes buffers of the model at every call ({', '.join(sorted(set(moved)))}), so that no two "
+            "evaluations of a step are of the same function. Call model.eval() before training with KSD "
+            "(BatchNorm then uses its running statistics), or use GroupNorm or LayerNorm."
+        )
+    if not math.isfinite(whole):
+        return  # the pass over A reports it
+    if not _close(whole, again, tolerance):
+        dropout = seen.training(*_DROPOUT, nn.RNNBase, nn.MultiheadAttention)
+        cause = f" Dropout is active in {', '.join(dropout)}: call model.eval(), or set p = 0." if dropout else ""
+        raise ValueError(
+            f"The closure is random: the same batch gave the loss {whole!r} and then {again!r}.{cause} KSD compares "
+            "losses within a step, so the closure must be deterministic; draw noise once, outside the closure."
+        )
+    if probe is None:
+        return
+    parts = [_value(objective, half) for half in probe[1:]]
+    weight = sum(w for _, w in parts)
+    if weight == 0:
+        return
+    mean = sum(w * f for f, w in parts if w > 0) / weight
+    if _close(whole, mean, tolerance):
+        return
+    likely = "samples influence each other's loss (batch statistics, a contrastive loss, in-batch negatives)"
+    remedy = "write the loss as a mean of terms of one sample each"
+    norms = seen.training(nn.modules.batchnorm._NormBase)
+    if norms:
+        likely, remedy = f"{', '.join(norms)} is in train mode", "call model.eval() before training with KSD"
+    elif _close(whole, sum(f for f, _ in parts), tolerance):
+        likely, remedy = "the loss is a sum (reduction='sum')", "use reduction='mean'"
+    elif first.weight == first.samples:
+        remedy += "; if it masks some terms, return the number that count as a third value: loss, outputs, mask.sum()"
+    raise ValueError(
+        f"The loss of a batch is not the weighted mean of its halves' losses: {whole!r} against {mean!r}. "
+        f"Most likely {likely}. Remedy: {remedy}."
+    )
+
+
+def _value(objective: Objective, batch: Microbatch) -> tuple[float, float]:
+    losses = objective.value([batch])
+    return losses.losses[0], losses.weights[0]
+
+
+def _close(x: float, y: float, tolerance: float) -> bool:
+    return abs(x - y) <= tolerance * max(abs(x), abs(y))
+
+
+@contextmanager
+def _watching() -> Iterator[_Seen]:
+    seen = _Seen()
+    handle = register_module_forward_pre_hook(seen.note)
+    try:
+        yield seen
+    finally:
+        handle.remove()

@@ -1,0 +1,71 @@
+"""Algorithm 1: the Gauss–Newton product Gv = Jᵀ H_L J v (Schraudolph 2002).
+
+The paper writes out a modified forward pass (v → Jv) and a backward pass (→ Jᵀ) for layered networks. Here both
+come from autograd for any module, and so does H_L, the Hessian of the loss in the outputs (line 10), for any
+twice-differentiable loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from krylov_descent.closure import Evaluation, require_outputs
+from krylov_descent.curvature.linearise import Linearisation
+
+
+class GaussNewtonGraph:
+    """The graph of one micro-batch and the product by its Gauss–Newton matrix."""
+
+    build_cost: ClassVar[float] = 1.0  # one forward and one backward pass with their graphs
+    product_cost: ClassVar[float] = 4 / 3  # lines 3-9 and 10-15: a forward-like and a backward pass
+
+    def __init__(self, evaluation: Evaluation, params: Sequence[Tensor]) -> None:
+        require_outputs(evaluation, "The Gauss–Newton product (curvature='ggn')")
+        self._linear = Linearisation(evaluation.outputs, params)
+        dL_dz = torch.autograd.grad(evaluation.loss, evaluation.outputs, create_graph=True, allow_unused=True)
+        require_influence(dL_dz)
+        # Terms of the loss that are linear in the outputs have no second derivative.
+        self._dL_dz = [(i, x) for i, x in enumerate(dL_dz) if x is not None and x.requires_grad]
+
+    def product(self, v: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+        """V → Gv on this micro-batch."""
+        Jv = self._linear.jvp(v)  # v → Jv, lines 3-9
+        if not self._dL_dz:
+            return (None,) * len(v)
+        HJv = torch.autograd.grad(  # Jv → H_L Jv, line 10
+            [x for _, x in self._dL_dz],
+            self._linear.outputs,
+            [Jv[i] for i, _ in self._dL_dz],
+            retain_graph=True,
+            allow_unused=True,
+            materialize_grads=True,
+        )
+        return self._linear.vjp(HJv)  # H_L Jv → Jᵀ H_L Jv, lines 11-15
+
+    @staticmethod
+    def share(weight: float) -> float:
+        """The weight of this micro-batch's product in the sum over B."""
+        return weight
+
+    @staticmethod
+    def norm(total_weight: float, samples: float) -> float:
+        """What the sum over B is multiplied by."""
+        return 1 / total_weight
+
+
+def require_influence(dL_dz: Sequence[Tensor | None]) -> None:
+    """The loss must be computed from the outputs that were returned with it.
+
+    Raises:
+        ValueError: it is computed from none of them.
+    """
+    if all(x is None for x in dL_dz):
+        raise ValueError(
+            "The closure's loss is not computed from the outputs it returned (they may be a copy, a softmax of "
+            "the logits made for display, or another forward pass). Return the very tensors that the loss "
+            "function was given."
+        )

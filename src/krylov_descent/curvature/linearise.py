@@ -1,0 +1,42 @@
+"""The outputs of one micro-batch as a linear function of the parameters, by reverse mode only.
+
+Letters: z outputs, J = ∂z/∂θ at the current θ, u in the space of z.
+Jᵀu is linear in u, so differentiating it with respect to u gives J: v → Jv costs one backward pass through the
+graph of a backward pass, with no forward mode needed (many operations have none). Both graphs are built once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+class Linearisation:
+    """v → Jv and u → Jᵀu of one micro-batch, on graphs that are kept for all products."""
+
+    def __init__(self, outputs: Sequence[Tensor], params: Sequence[Tensor]) -> None:
+        self.outputs = tuple(outputs)
+        self._params = tuple(params)
+        # The value of u is irrelevant: Jᵀu is linear in it.
+        self._u = tuple(torch.zeros_like(z, requires_grad=True) for z in self.outputs)
+        Jt_u = torch.autograd.grad(self.outputs, self._params, self._u, create_graph=True, allow_unused=True)
+        self._Jt_u = [(i, x) for i, x in enumerate(Jt_u) if x is not None and x.requires_grad]
+
+    def jvp(self, v: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """V → Jv, one tensor per output."""
+        if not self._Jt_u:
+            return tuple(torch.zeros_like(z) for z in self.outputs)
+        return torch.autograd.grad(
+            [x for _, x in self._Jt_u],
+            self._u,
+            [v[i] for i, _ in self._Jt_u],
+            retain_graph=True,
+            allow_unused=True,
+            materialize_grads=True,
+        )
+
+    def vjp(self, u: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+        """U → Jᵀu, one tensor per parameter; None where no output depends on it."""
+        return torch.autograd.grad(self.outputs, self._params, u, retain_graph=True, allow_unused=True)

@@ -1,0 +1,435 @@
+"""The sample sets of one step: A for the gradient, B for the curvature, C for the search."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from typing import Any, TypeAlias, cast
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
+
+from krylov_descent.permutation import permute
+
+_PROBE_SAMPLES = 64
+
+_Device: TypeAlias = torch.device | str | int | None
+_Indices: TypeAlias = range | Tensor
+_PartsOf: TypeAlias = Callable[[int], Sequence[_Indices]]  # chunk ↦ its indices, and those of parts of it
+
+
+@dataclasses.dataclass(frozen=True)
+class Microbatch:
+    """A part of a sample set small enough for one forward pass.
+
+    Attributes:
+        data: what the closure is called with.
+        samples: how many samples it holds; None if only the closure knows.
+
+    Example:
+        >>> import torch
+        >>> from krylov_descent.data import Microbatch
+        >>> Microbatch(data=torch.zeros(3, 2), samples=3).samples
+        3
+    """
+
+    data: Any
+    samples: int | None
+
+
+class Subsets:
+    """Draws, at every step, the sets A (gradient), B (curvature) and C (search) from one source of samples.
+
+    With N samples and a Krylov dimension K, B and C hold N/K samples each, or the share ``fraction``, and at
+    most half. They are disjoint from each other, not from A, and redrawn at every step. The sets depend on
+    ``seed`` and the iteration alone, so a new Subsets continues a resumed run.
+
+    Small data: without ``fraction`` and with N < 2K, a set of N/K would hold fewer than two samples, so A, B
+    and C are then all of the samples. A given ``fraction`` is always honoured, with B and C disjoint, unless
+    N = 1, when each set is the one sample.
+
+    Worker processes are started at the first use, kept for all later sets, and end when the Subsets and the
+    draws taken from it are garbage-collected.
+
+    Args:
+        data: a tensor, a TensorDataset, or a tuple or list of tensors with equal first dimension, which are
+            indexed directly and give a tensor or a tuple of tensors; or any map-style dataset, which is
+            loaded by a DataLoader.
+        batch_size: the largest number of samples in a micro-batch.
+        fraction: the share of the samples in B, and in C before growth; None for 1/K.
+        gradient_fraction: the share of the samples in A.
+        seed: any integer.
+        collate_fn: makes a batch out of a list of samples; None for that of the DataLoader.
+        num_workers: the processes that load a dataset; tensors indexed directly need none.
+        device: where tensors in a batch are moved, also inside tuples, lists and mappings; None to leave
+            them where they are. Other objects are left as they are.
+
+    Raises:
+        ValueError: if an argument is out of range, or the data cannot be indexed by sample.
+
+    Example:
+        >>> import torch
+        >>> from krylov_descent.data import Subsets
+        >>> inputs, targets = torch.randn(100, 3), torch.randn(100)
+        >>> subsets = Subsets((inputs, targets), batch_size=32, seed=0)
+        >>> draw = subsets.draw(0, krylov_dim=10)
+        >>> draw.sizes
+        {'A': 100, 'B': 10, 'C': 10}
+        >>> [microbatch.samples for microbatch in draw.a]
+        [32, 32, 32, 4]
+    """
+
+    def __init__(
+        self,
+        data: Any,
+        *,
+        batch_size: int,
+        fraction: float | None = None,
+        gradient_fraction: float = 1.0,
+        seed: int,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        num_workers: int = 0,
+        device: _Device = None,
+    ) -> None:
+        _require_integer("batch_size", batch_size, 1, "Pass how many samples fit one forward pass.")
+        _require_integer("seed", seed, None, "Pass an integer, for example seed=0.")
+        _require_integer("num_workers", num_workers, 0, "Pass 0 to load in this process.")
+        if fraction is not None and not 0 < fraction <= 0.5:
+            raise ValueError(
+                f"fraction is {fraction!r}, but B and C are disjoint, so it lies in (0, 0.5]. "
+                "Pass such a number, or None for 1/krylov_dim."
+            )
+        if not 0 < gradient_fraction <= 1:
+            raise ValueError(
+                f"gradient_fraction is {gradient_fraction!r}, not in (0, 1]. Pass 1.0 for every sample."
+            )
+        tensors = _tensors_of(data)
+        self._size = _length_of(data, tensors)
+        self._batch_size = batch_size
+        self._fraction = fraction
+        self._gradient_fraction = gradient_fraction
+        self._seed = seed
+        self._source: _Source
+        if tensors is not None and collate_fn is None:
+            self._source = _TensorSource(tensors, isinstance(data, Tensor), device)
+        else:
+            dataset = TensorDataset(*tensors) if tensors and isinstance(data, tuple | list) else data
+            batches = _Batches(dataset, collate_fn or default_collate)
+            self._source = _DatasetSource(batches, num_workers, device, seed)
+
+    def __len__(self) -> int:
+        return self._size
+
+    def draw(self, iteration: int, *, krylov_dim: int, search_growth: int = 0) -> Draw:
+        """Choose the sets of one step; nothing is loaded yet.
+
+        Args:
+            iteration: the number of the step: the same number gives the same sets.
+            krylov_dim: K, the dimension of the subspace.
+            search_growth: how often C was doubled; it never reaches into B.
+
+        Returns:
+            The sets, ready to be iterated.
+
+        Raises:
+            ValueError: if an argument is not an integer or is out of range.
+
+        Example:
+            >>> import torch
+            >>> from krylov_descent.data import Subsets
+            >>> subsets = Subsets(torch.arange(12), batch_size=4, fraction=0.25, seed=0)
+            >>> subsets.draw(3, krylov_dim=20, search_growth=1).sizes
+            {'A': 12, 'B': 3, 'C': 6}
+        """
+        _require_integer("iteration", iteration, None, "Pass the number of the step.")
+        _require_integer("krylov_dim", krylov_dim, 1, "Pass the dimension of the subspace, for example 20.")
+        _require_integer("search_growth", search_growth, 0, "Pass how often C was doubled.")
+        n = self._size
+        cut = functools.partial(_SampleSet, population=n, batch_size=self._batch_size)
+        everything = cut(0, n, key=None)
+        if n == 1 or (self._fraction is None and n < 2 * krylov_dim):
+            return Draw(self._source, everything, everything, everything)
+
+        # With K = 1 a share of 1/K would leave nothing for C.
+        fraction = min(1 / krylov_dim, 0.5) if self._fraction is None else self._fraction
+        size_b = max(1, round(fraction * n))
+        doublings = min(search_growth, n.bit_length())  # more than these cannot change the minimum below
+        size_c = min(size_b << doublings, n - size_b)
+        key = (self._seed, iteration)
+        a = everything
+        if self._gradient_fraction < 1:  # of the same permutation, so that a large enough A contains B and C
+            a = cut(0, max(1, round(self._gradient_fraction * n)), key=key)
+        return Draw(self._source, a, cut(0, size_b, key=key), cut(size_b, size_b + size_c, key=key))
+
+
+class Draw:
+    """The sets of one step, made by :meth:`Subsets.draw`.
+
+    A is streamed from the source at every iteration; B and C are loaded at first use and kept as long as the
+    Draw, since a step passes over them many times.
+
+    Attributes:
+        sizes: the number of samples in "A", "B" and "C".
+
+    Example:
+        >>> import torch
+        >>> from krylov_descent.data import Subsets
+        >>> draw = Subsets(torch.arange(6), batch_size=2, fraction=0.5, seed=0).draw(0, krylov_dim=4)
+        >>> [microbatch.data.tolist() for microbatch in draw.a]
+        [[0, 1], [2, 3], [4, 5]]
+        >>> sorted(torch.cat([microbatch.data for microbatch in [*draw.b, *draw.c]]).tolist())
+        [0, 1, 2, 3, 4, 5]
+        >>> [microbatch.data.tolist() for microbatch in draw.probe]
+        [[0, 1], [0], [1]]
+    """
+
+    def __init__(self, source: _Source, a: _SampleSet, b: _SampleSet, c: _SampleSet) -> None:
+        self.sizes: dict[str, int] = {"A": a.size, "B": b.size, "C": c.size}
+        self._source = source
+        self._a, self._b, self._c = a, b, c
+
+    @property
+    def covers_all(self) -> bool:
+        """Whether A is all samples, so that losses on it compare from step to step."""
+        return self._a.size == self._a.population
+
+    @property
+    def searches_all(self) -> bool:
+        """Whether C is A, so that a step cannot raise the loss on A."""
+        return self._c is self._a
+
+    @property
+    def a(self) -> Iterable[Microbatch]:
+        """The micro-batches of A; every iteration loads them anew and may be interleaved with others."""
+        return _Stream(self._source, self._a)
+
+    @functools.cached_property
+    def b(self) -> Sequence[Microbatch]:
+        """The micro-batches of B, loaded at first use."""
+        return list(_Stream(self._source, self._b))
+
+    @functools.cached_property
+    def c(self) -> Sequence[Microbatch]:
+        """The micro-batches of C, loaded at first use; those of B where both sets are everything."""
+        return self.b if self._c is self._b else list(_Stream(self._source, self._c))
+
+    @functools.cached_property
+    def probe(self) -> tuple[Microbatch, Microbatch, Microbatch] | None:
+        """The first samples of A, at most 64, as one batch and as its two halves; None for a single sample.
+
+        Loaded at first use, each sample once: random augmentation cannot tell the halves from the whole.
+        """
+        indices = self._a.indices(0)[:_PROBE_SAMPLES]
+        half = len(indices) // 2
+        if half == 0:
+            return None
+        (parts,) = self._source.load(lambda _: (indices, indices[:half], indices[half:]), range(1))
+        whole, first, second = parts
+        return (
+            Microbatch(whole, len(indices)),
+            Microbatch(first, half),
+            Microbatch(second, len(indices) - half),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class _SampleSet:
+    """Positions [start, stop) of the permutation of ``key``, or of the natural order, in fixed chunks."""
+
+    start: int
+    stop: int
+    population: int
+    batch_size: int
+    key: tuple[int, int] | None
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+    def positions(self, chunk: int) -> range:
+        return range(self.start, self.stop)[chunk * self.batch_size : (chunk + 1) * self.batch_size]
+
+    def indices(self, chunk: int) -> _Indices:
+        positions = self.positions(chunk)
+        if self.key is None:
+            return positions
+        return permute(
+            torch.arange(positions.start, positions.stop, device="cpu"), self.population, *self.key
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Stream:
+    """The micro-batches of a set, loaded anew at each iteration."""
+
+    source: _Source
+    sample_set: _SampleSet
+
+    def __iter__(self) -> Iterator[Microbatch]:
+        # The cut is that of the set, so a process that shares it with others takes some of the same chunks.
+        chunks = range(-(-self.sample_set.size // self.sample_set.batch_size))
+        batches = self.source.load(lambda chunk: (self.sample_set.indices(chunk),), chunks)
+        for chunk, (batch,) in zip(chunks, batches, strict=True):
+            yield Microbatch(batch, len(self.sample_set.positions(chunk)))
+
+
+class _TensorSource:
+    """Batches by indexing: views for ranges, copies for other indices."""
+
+    def __init__(self, tensors: Sequence[Tensor], single: bool, device: _Device) -> None:
+        self._tensors, self._single, self._device = tensors, single, device
+
+    def load(self, parts_of: _PartsOf, chunks: range) -> Iterator[list[Any]]:
+        for chunk in chunks:
+            yield [self._batch(indices) for indices in parts_of(chunk)]
+
+    def _batch(self, indices: _Indices) -> Any:
+        if isinstance(indices, range):
+            batch = tuple(tensor[indices.start : indices.stop] for tensor in self._tensors)
+        else:
+            batch = tuple(tensor[indices.to(tensor.device)] for tensor in self._tensors)
+        return _placed(batch[0] if self._single else batch, self._device)
+
+
+class _DatasetSource:
+    """Batches by one DataLoader, whose workers serve every set of every step."""
+
+    def __init__(self, batches: _Batches, num_workers: int, device: _Device, seed: int) -> None:
+        # A tensor from a worker lies in shared memory and holds a file descriptor, of which a process has few
+        # enough that keeping B and C would exhaust them.
+        self._placed = functools.partial(_placed, device=device, unshare=num_workers > 0)
+        self._pending = _Pending()
+        self._turn = 0
+        self._loader: DataLoader[list[Any]] = DataLoader(
+            cast(Dataset[list[Any]], batches),
+            batch_size=None,  # one item of _Batches is collated already
+            sampler=self._pending,
+            collate_fn=_unchanged,
+            num_workers=num_workers,
+            persistent_workers=num_workers > 0,
+            # Its own, since the loader draws a seed at each iteration: the global generator stays untouched.
+            generator=torch.Generator("cpu").manual_seed(seed % 2**63),
+        )
+
+    def load(self, parts_of: _PartsOf, chunks: range) -> Iterator[list[Any]]:
+        turn = 0
+        for done in range(len(chunks)):
+            if turn == 0 or turn != self._turn:
+                # Workers serve one iteration at a time, and starting another discards what they prefetched:
+                # an iteration that was interrupted starts again, at its own next chunk.
+                self._turn += 1
+                turn = self._turn
+                self._pending.restart = functools.partial(map, lambda i: _lists(parts_of(i)), chunks[done:])
+                with torch.device("cpu"):  # where the generator is, whatever the default device
+                    loaded = iter(self._loader)
+            yield [self._placed(batch) for batch in next(loaded)]
+
+
+class _Pending:
+    """The sampler of the DataLoader: the requests of the iteration that starts next."""
+
+    restart: Callable[[], Iterator[list[list[int]]]]
+
+    def __iter__(self) -> Iterator[list[list[int]]]:
+        return self.restart()
+
+
+class _Batches:
+    """The dataset of the DataLoader: an item is a batch, and batches of parts of the same samples."""
+
+    def __init__(self, dataset: Any, collate_fn: Callable[[list[Any]], Any]) -> None:
+        self._dataset, self._collate_fn = dataset, collate_fn
+
+    def __getitem__(self, parts: list[list[int]]) -> list[Any]:
+        whole = parts[0]
+        if callable(getattr(self._dataset, "__getitems__", None)):
+            samples = self._dataset.__getitems__(whole)
+        else:
+            samples = [self._dataset[index] for index in whole]
+        sample_of = dict(zip(whole, samples, strict=True))
+        return [self._collate_fn([sample_of[index] for index in part]) for part in parts]
+
+
+_Source: TypeAlias = _TensorSource | _DatasetSource
+
+
+def _lists(parts: Sequence[_Indices]) -> list[list[int]]:
+    return [list(part) if isinstance(part, range) else part.tolist() for part in parts]
+
+
+def _unchanged(batches: list[Any]) -> list[Any]:
+    return batches  # a function of the module, so that workers can be spawned with it
+
+
+def _placed(batch: Any, device: _Device, unshare: bool = False) -> Any:
+    """Return the batch with its tensors on the device, and out of shared memory if ``unshare``."""
+    if device is None and not unshare:
+        return batch
+    if isinstance(batch, PackedSequence):  # a named tuple that moves only some of its tensors
+        return batch if device is None else cast(Any, batch).to(device)
+    if isinstance(batch, Tensor):
+        tensor: Any = batch if device is None else batch.to(device)
+        return tensor.clone() if unshare and tensor.device.type == "cpu" and tensor.is_shared() else tensor
+    if isinstance(batch, MutableMapping):
+        placed = copy.copy(batch)  # keeps the class, and what else it holds
+        placed.update({name: _placed(value, device, unshare) for name, value in batch.items()})
+        return placed
+    if isinstance(batch, tuple | list):
+        values = [_placed(value, device, unshare) for value in batch]
+        return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
+    return batch
+
+
+def _require_integer(name: str, value: object, least: int | None, remedy: str) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ValueError(f"{name} is {value!r}, not an integer. {remedy}")
+    if least is not None and value < least:
+        raise ValueError(f"{name} is {value}, but at least {least} is needed. {remedy}")
+
+
+def _tensors_of(data: Any) -> tuple[Tensor, ...] | None:
+    """Return the tensors to be indexed directly, or None for a dataset."""
+    if isinstance(data, Tensor):
+        return (data,)
+    if type(data) is TensorDataset:  # a subclass may redefine what a sample is
+        return data.tensors
+    # A list without any tensor may be a list of samples; a tuple stands for the columns of the data.
+    if isinstance(data, tuple) or (
+        isinstance(data, list) and any(isinstance(column, Tensor) for column in data)
+    ):
+        foreign = sorted({type(column).__name__ for column in data if not isinstance(column, Tensor)})
+        if foreign:
+            raise ValueError(
+                f"data is a {type(data).__name__} that holds {', '.join(foreign)} where tensors are needed. "
+                "Convert with torch.as_tensor, or pass a Dataset whose items are samples."
+            )
+        return tuple(data)
+    return None
+
+
+def _length_of(data: Any, tensors: tuple[Tensor, ...] | None) -> int:
+    if tensors:
+        lengths = [tensor.shape[0] if tensor.dim() else None for tensor in tensors]
+        if None in lengths or len(set(lengths)) > 1:
+            raise ValueError(
+                f"The tensors have shapes {[tuple(tensor.shape) for tensor in tensors]}, but the first "
+                "dimension, which counts the samples, must be the same. Reshape them, or pass a Dataset."
+            )
+    elif isinstance(data, IterableDataset):
+        raise ValueError(
+            f"data is an IterableDataset ({type(data).__name__}): its samples cannot be looked up by index. "
+            "Pass a map-style Dataset with __len__ and __getitem__, for example a list of its samples."
+        )
+    elif isinstance(data, Mapping) or not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
+        raise ValueError(
+            f"data is a {type(data).__name__}, which cannot be indexed by 0, …, len(data)−1. Pass tensors or "
+            "a map-style Dataset: for a DataLoader its dataset, for a mapping one whose items are mappings."
+        )
+    length = len(tensors[0]) if tensors else len(data)
+    if length < 1:
+        raise ValueError(f"data holds {length} samples. Pass at least one.")
+    return length

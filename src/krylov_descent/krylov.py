@@ -1,0 +1,39 @@
+"""The paper's way to build the subspace: curvature products on B, fed to Algorithm 2."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from krylov_descent.basis import Subspace, krylov_basis
+from krylov_descent.curvature import CurvatureProduct, MicrobatchGraph
+from krylov_descent.data import Microbatch
+from krylov_descent.objective import Objective
+
+
+@dataclass(eq=False)
+class KrylovBuilder:
+    """Builds span{(D⁻¹H)^k D⁻¹g} ∪ {d_prev}; owns the buffer of V, which every step reuses."""
+
+    kind: type[MicrobatchGraph]
+    krylov_dim: int
+    memory_budget: int | None
+    _V: Tensor | None = field(default=None, init=False, repr=False)
+
+    def __call__(
+        self,
+        objective: Objective,
+        batches: Sequence[Microbatch],
+        precondition: Callable[[Tensor], Tensor],
+        g: Tensor,
+        d_prev: Tensor | None,
+    ) -> Subspace:
+        """Algorithm 2 with H on ``batches``; at most as many Krylov vectors as there are parameters."""
+        K = min(self.krylov_dim, objective.parameters.numel)
+        if self._V is None or self._V.shape != (K + 1, len(g)) or self._V.dtype != g.dtype:
+            self._V = torch.empty(K + 1, len(g), dtype=g.dtype, device=g.device)
+        product = CurvatureProduct(self.kind, objective, batches, self.memory_budget)
+        return krylov_basis(product, precondition, g, d_prev, K, self._V, objective.comm)

@@ -1,0 +1,268 @@
+"""Algorithm 3: one step of Krylov Subspace Descent, as a function of what is remembered from the last.
+
+Letters: θ [P], g gradient on A, D preconditioner on A, V and H̄ from B, d = V̄a* the step found on C.
+
+Deviations from the paper:
+1. Acceptance (lines 3-4): the pass over A of the next step shows f(θ) at no cost. If the last step raised it, that
+   step is undone, d_prev dropped, and C doubled. The paper keeps every step; ``rollback=False`` is the paper's way.
+2. Line 1: without a previous step none is adjoined, unless the caller passes one (``previous="e1"``).
+3. A search that finds nothing better than a = 0 leaves θ alone and d_prev empty.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from krylov_descent.basis import Subspace
+from krylov_descent.data import Microbatch
+from krylov_descent.objective import BatchLosses, Objective, relative_noise
+from krylov_descent.precondition import Precondition, Preconditioner
+from krylov_descent.report import Settlement, StepReport, StopReason
+from krylov_descent.search import Found, Search, search_subspace
+from krylov_descent.sets import StepSets
+
+
+class BasisBuilder(Protocol):
+    """A way to build the subspace; the search does not know which was used."""
+
+    def __call__(
+        self,
+        objective: Objective,
+        batches: Sequence[Microbatch],
+        precondition: Precondition,
+        g: Tensor,
+        d_prev: Tensor | None,
+    ) -> Subspace:
+        """The subspace from the objective on B, the preconditioner, the gradient and the previous step."""
+        ...
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What stays the same from step to step."""
+
+    builder: BasisBuilder
+    preconditioner: Preconditioner | None
+    search: Search
+    previous: str | None
+    rollback: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Memory:
+    """What a step hands to the next: everything a resumed run needs.
+
+    Attributes:
+        iteration: of the step to come, from 0.
+        seed: of the sign probes.
+        d_prev: the last step [P], or None.
+        accepted: the point [P] from which it was taken, or None if there is nothing to go back to.
+        accepted_loss: f on A there.
+        search_growth: how often C was doubled.
+    """
+
+    iteration: int
+    seed: int
+    d_prev: Tensor | None = None
+    accepted: Tensor | None = None
+    accepted_loss: float = math.inf
+    search_growth: int = 0
+
+
+def ksd_step(
+    objective: Objective, draw_sets: Callable[[int], StepSets], memory: Memory, settings: Settings
+) -> tuple[StepReport, Memory]:
+    """One pass of the loop of Algorithm 3 (lines 3-13).
+
+    Args:
+        objective: f and its derivatives on micro-batches.
+        draw_sets: how often C was doubled → the sets A, B and C of this iteration.
+        memory: of the last step.
+        settings: of the run.
+
+    Raises:
+        ValueError: f or its gradient on A is not finite and there is no earlier point to return to.
+    """
+    parameters = objective.parameters
+    theta = parameters.read()
+    try:
+        return _step(objective, draw_sets, memory, settings, theta)
+    except BaseException:
+        parameters.write(theta)
+        raise
+
+
+def _step(
+    objective: Objective, draw_sets: Callable[[int], StepSets], memory: Memory, settings: Settings, theta: Tensor
+) -> tuple[StepReport, Memory]:
+    parameters, comm = objective.parameters, objective.comm
+    clock = _Clock()
+    draw = draw_sets(memory.search_growth)  # line 3
+    losses, g, precondition = _pass_over_A(objective, draw, settings, memory, attempt=0)  # lines 4-5
+    accepted = True
+    if settings.rollback and _raised(objective, draw, memory, losses, g, theta):
+        assert memory.accepted is not None
+        accepted = False
+        theta = memory.accepted
+        memory = replace(memory, d_prev=None, accepted=None, search_growth=memory.search_growth + 1)
+        parameters.write(theta)
+        draw = draw_sets(memory.search_growth)
+        losses, g, precondition = _pass_over_A(objective, draw, settings, memory, attempt=1)
+    grad_norm = _norm(g, objective)
+    _require_finite(losses.mean, grad_norm)
+    clock.lap("gradient")
+
+    notes = []
+    if not accepted:
+        notes.append(f"The previous step had raised the loss on A and was undone; C has now {draw.sizes['C']} samples.")
+    if precondition is None and settings.preconditioner is not None:
+        notes.append("The closure returned only the loss, so there are no per-sample gradients: no preconditioner.")
+    name = "none" if precondition is None else type(settings.preconditioner).__name__.lower()
+
+    subspace: Subspace | None = None
+    if grad_norm > 0:
+        d_prev = None if memory.d_prev is None else comm.shard(memory.d_prev)
+        if d_prev is None and memory.iteration == 0 and settings.previous == "e1":  # line 1
+            d_prev = comm.shard(torch.eye(1, parameters.numel, dtype=theta.dtype, device=theta.device)[0])
+        if settings.previous is None:
+            d_prev = None
+        subspace = settings.builder(objective, draw.b, precondition or _identity, g, d_prev)  # line 6
+        if not subspace.finite:
+            notes.append("A curvature product was not finite; the directions it concerns were left out.")
+    clock.lap("basis")
+
+    def evaluate(d: Tensor) -> tuple[float, Tensor]:
+        parameters.write(theta + parameters.rounded(comm.all_gather(d)))
+        at_d, gradient = objective.value_and_gradient(draw.c)
+        return at_d.mean, gradient
+
+    if subspace is None:
+        found = Found(None, losses.mean, losses.mean, 0, 0, StopReason.ZERO_GRADIENT)
+    else:
+        noise = relative_noise(parameters.params[0].dtype)
+        known = (losses.mean, g) if draw.searches_all else None
+        found = search_subspace(evaluate, subspace, settings.search, noise, comm, known)  # lines 7-12
+    d = None if found.d is None else parameters.rounded(comm.all_gather(found.d))
+    parameters.write(theta if d is None else theta + d)  # line 13
+    clock.lap("search")
+
+    report = StepReport(
+        iteration=memory.iteration,
+        loss=losses.mean,
+        search_loss_before=found.before,
+        search_loss_after=found.after,
+        grad_norm=grad_norm,
+        krylov_dim=0 if subspace is None else subspace.krylov_dim,
+        ritz_values=() if subspace is None else tuple(torch.linalg.eigvalsh(subspace.H).tolist()),
+        inner_iterations=found.iterations,
+        inner_evaluations=found.evaluations,
+        stop_reason=found.stop_reason,
+        accepted=accepted,
+        seconds=clock.laps,
+        sample_gradients=objective.sample_gradients,
+        orthogonality_error=0.0 if subspace is None else subspace.orthogonality_error,
+        set_sizes=draw.sizes,
+        preconditioner=name,
+        notes=tuple(notes),
+    )
+    # Where A is what was searched, the step cannot have raised it: nothing to go back to.
+    keep = settings.rollback and d is not None and not draw.searches_all
+    return report, replace(
+        memory,
+        iteration=memory.iteration + 1,
+        d_prev=d,
+        accepted=theta if keep else None,
+        accepted_loss=losses.mean if keep else math.inf,
+    )
+
+
+def settle(objective: Objective, draw: StepSets, memory: Memory) -> tuple[Settlement, Memory]:
+    """Judge the last step of a run as the next step would have: by f on A, here with forward passes."""
+    theta = objective.parameters.read()
+    losses = objective.value(draw.a)
+    if not _raised(objective, draw, memory, losses, None, theta):
+        return Settlement(losses.mean, accepted=True), memory
+    assert memory.accepted is not None
+    objective.parameters.write(memory.accepted)
+    undone = replace(memory, d_prev=None, accepted=None, search_growth=memory.search_growth + 1)
+    return Settlement(memory.accepted_loss, accepted=False), undone
+
+
+def _pass_over_A(
+    objective: Objective, draw: StepSets, settings: Settings, memory: Memory, attempt: int
+) -> tuple[BatchLosses, Tensor, Precondition | None]:
+    if settings.preconditioner is None:
+        losses, g = objective.value_and_gradient(draw.a)
+        return losses, g, None
+    statistics = settings.preconditioner.start(objective.parameters, memory.seed, memory.iteration, attempt)
+    losses, g = objective.value_and_gradient(draw.a, statistics)
+    return losses, g, statistics.solver(objective.total_weight(losses.weights), objective.comm)
+
+
+def _raised(
+    objective: Objective, draw: StepSets, memory: Memory, losses: BatchLosses, g: Tensor | None, theta: Tensor
+) -> bool:
+    """Whether the last step raised f on A, beyond noise; False if that cannot be told."""
+    parameters = objective.parameters
+    if memory.accepted is None or memory.d_prev is None:
+        return False
+    if not torch.equal(theta, parameters.rounded(memory.accepted + memory.d_prev)):
+        return False  # edited since the last step: its outcome is not ours to judge
+    if not math.isfinite(losses.mean) or (g is not None and not math.isfinite(_norm(g, objective))):
+        return True
+    rounding = relative_noise(parameters.params[0].dtype) * abs(memory.accepted_loss)
+    if losses.mean <= memory.accepted_loss + rounding:
+        return False
+    if draw.covers_all:
+        return True
+    # A is a fresh subset: the two losses are of different samples. Compare on the same ones.
+    parameters.write(memory.accepted)
+    before = objective.value(draw.a)
+    parameters.write(theta)
+    W = sum(losses.weights)
+    rise = losses.mean - before.mean
+    scatter = sum(
+        (w / W * (new - old - rise)) ** 2
+        for w, new, old in zip(losses.weights, losses.losses, before.losses, strict=True)
+        if w > 0
+    )
+    return rise > max(rounding, 2 * math.sqrt(scatter))
+
+
+def _norm(g: Tensor, objective: Objective) -> float:
+    size = float(objective.comm.max(torch.linalg.vector_norm(g, torch.inf)))
+    if not 0 < size < math.inf:
+        return size
+    return size * float(objective.comm.sum((g / size).square().sum())) ** 0.5
+
+
+def _require_finite(loss: float, grad_norm: float) -> None:
+    for what, value in (("loss", loss), ("gradient's norm", grad_norm)):
+        if not math.isfinite(value):
+            raise ValueError(
+                f"The {what} on A is {value} at the current parameters, and there is no earlier point to return to. "
+                "Look for NaN or inf in the data, labels out of range, logarithms or divisions by zero in the "
+                "closure, or an initialisation that overflows."
+            )
+
+
+def _identity(w: Tensor) -> Tensor:
+    return w
+
+
+class _Clock:
+    def __init__(self) -> None:
+        self.laps: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def lap(self, name: str) -> None:
+        now = time.perf_counter()
+        self.laps[name] = now - self._last
+        self._last = now

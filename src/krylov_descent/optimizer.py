@@ -1,0 +1,258 @@
+"""``KSD``: the front. Arguments, checks and state; no maths."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer, ParamsT
+
+from krylov_descent.closure import no_inference_mode
+from krylov_descent.consistency import check_consistency
+from krylov_descent.curvature import CURVATURES
+from krylov_descent.data import Subsets
+from krylov_descent.distributed import Comm, SingleProcess
+from krylov_descent.krylov import KrylovBuilder
+from krylov_descent.ksd import Memory, Settings, ksd_step, settle
+from krylov_descent.objective import Objective
+from krylov_descent.parameters import ParameterVector, check_uniform
+from krylov_descent.precondition import Fisher, Preconditioner
+from krylov_descent.report import Settlement, StepReport
+from krylov_descent.search import Search
+from krylov_descent.sets import FullBatch, StepSets
+
+#: The settings of Vinyals & Povey 2011: K = 20, Gauss–Newton, D from the Fisher matrix and ε = 1e-4 (section 4),
+#: 30 BFGS iterations (section 5.2), d_prev = e₁ at first (Algorithm 3, line 1), every step kept.
+PAPER: dict[str, Any] = {
+    "krylov_dim": 20,
+    "curvature": "ggn",
+    "preconditioner": Fisher(floor=1e-4),
+    "previous": "e1",
+    "search": Search(iterations=30, evaluations=120, floor=1e-4, negative="floor"),
+    "rollback": False,
+}
+
+
+class KSD(Optimizer):
+    """Krylov Subspace Descent (Vinyals & Povey 2011): second order, without learning rate or damping.
+
+    Each step takes the gradient on a sample set A, builds a Krylov basis from curvature products on a set B, adds
+    the previous step, and minimises the true loss over that subspace with BFGS on a set C.
+
+    Args:
+        params: parameters or parameter groups; a group may have its own ``weight_decay``. Frozen parameters
+            (``requires_grad=False``) are left alone. The groups' ``lr`` is inert, for trainers that read it.
+        krylov_dim: K, the Krylov vectors of a step; 20 is the paper's. Memory is K+1 vectors of all parameters.
+        curvature: "ggn", the Gauss–Newton matrix (the paper's, and the best there); "hessian", exact and possibly
+            indefinite; "fisher", the empirical Fisher matrix.
+        preconditioner: "fisher", the diagonal of the per-sample Fisher matrix (the paper's); ``Fisher(...)`` with
+            other settings; or None.
+        previous: "step" adds the previous step to the basis (nothing at the first one); "e1" does too and takes
+            the first unit vector at the first step, as the paper does; None never adds one.
+        search: settings of the search over the subspace.
+        weight_decay: c of ½·c·‖θ‖² in value, gradient and product alike, per group; 0 as in torch.optim.LBFGS.
+        rollback: with sets, undo a step that raised the loss on A, and double C. The paper keeps every step.
+        memory_budget: bytes that the graphs of B may hold; beyond, they are rebuilt for every product. None: no
+            limit.
+        seed: of the random signs in the Fisher diagonal.
+
+    Example:
+        >>> import torch
+        >>> from krylov_descent import KSD
+        >>> torch.manual_seed(0)  # doctest: +ELLIPSIS
+        <torch._C.Generator object at ...>
+        >>> model = torch.nn.Sequential(torch.nn.Linear(1, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1)).double()
+        >>> x = torch.linspace(-1, 1, 64, dtype=torch.float64)[:, None]
+        >>> optimizer = KSD(model.parameters())
+        >>> def closure():
+        ...     r = model(x) - torch.sin(3 * x)
+        ...     return r.square().mean(), r
+        >>> for _ in range(20):
+        ...     report = optimizer.step(closure)
+        >>> report.loss < 1e-4
+        True
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        *,
+        krylov_dim: int = 20,
+        curvature: Literal["ggn", "hessian", "fisher"] = "ggn",
+        preconditioner: Literal["fisher"] | Preconditioner | None = "fisher",
+        previous: Literal["step", "e1"] | None = "step",
+        search: Search = Search(),  # noqa: B008 — frozen
+        weight_decay: float = 0.0,
+        rollback: bool = True,
+        memory_budget: int | None = None,
+        seed: int = 0,
+    ) -> None:
+        if isinstance(krylov_dim, bool) or not isinstance(krylov_dim, int) or krylov_dim < 1:
+            raise ValueError(f"krylov_dim={krylov_dim!r}: must be a whole number ≥ 1; the paper's is 20.")
+        if curvature not in CURVATURES:
+            raise ValueError(f"curvature={curvature!r}: must be one of {sorted(CURVATURES)}.")
+        if preconditioner == "fisher":
+            preconditioner = Fisher()
+        if preconditioner is not None and not hasattr(preconditioner, "start"):
+            raise ValueError(f"preconditioner={preconditioner!r}: must be 'fisher', Fisher(...) or None.")
+        if previous not in ("step", "e1", None):
+            raise ValueError(f"previous={previous!r}: must be 'step', 'e1' or None.")
+        if not isinstance(search, Search):
+            raise ValueError(f"search={search!r}: must be a krylov_descent.Search(...).")
+        if memory_budget is not None and memory_budget < 0:
+            raise ValueError(f"memory_budget={memory_budget}: must be a number of bytes ≥ 0, or None for no limit.")
+        if isinstance(seed, bool) or not isinstance(seed, int):
+            raise ValueError(f"seed={seed!r}: must be a whole number.")
+        self._krylov_dim = krylov_dim
+        self._seed = seed
+        self._settings = Settings(
+            KrylovBuilder(CURVATURES[curvature], krylov_dim, memory_budget),
+            preconditioner,
+            search,
+            previous,
+            rollback,
+        )
+        self._comm: Comm = SingleProcess()
+        super().__init__(params, {"lr": 1.0, "weight_decay": weight_decay})
+        check_uniform([p for group in self.param_groups for p in group["params"] if p.requires_grad])
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters, with a ``weight_decay`` of their own if wanted; they join at the next step."""
+        decay = param_group.get("weight_decay", self.defaults["weight_decay"])
+        if not (isinstance(decay, (int, float)) and 0 <= decay < math.inf):
+            raise ValueError(f"weight_decay={decay!r}: must be a number ≥ 0.")
+        super().add_param_group(param_group)
+
+    def step(  # type: ignore[override]
+        self, closure: Callable[..., Any], sets: Subsets | None = None
+    ) -> StepReport:
+        """One step of Algorithm 3.
+
+        Args:
+            closure: with ``sets`` called as ``closure(batch)``, otherwise as ``closure()``. Returns the mean loss
+                and what it is convex in (a tensor or a tuple, list or dict of tensors), and optionally the weight
+                of that mean. Does not call ``backward``. With ``curvature="hessian"`` the loss alone will do.
+            sets: draws A, B and C. Without, A = B = C = whatever the closure evaluates.
+
+        Returns:
+            What happened; ``float(report)`` is the loss before the step.
+
+        Raises:
+            ValueError: the closure cannot be used, with the remedy; the parameters are then as before.
+        """
+        no_inference_mode()
+        memory = self._remember()
+        with torch.enable_grad():
+            objective, draw_sets = self._prepare(closure, sets, memory)
+            if memory.iteration == 0:
+                check_consistency(objective, draw_sets(memory.search_growth))
+            report, memory = ksd_step(objective, draw_sets, memory, self._settings)
+        self._store(objective.parameters, memory)
+        return report
+
+    def settle(self, closure: Callable[..., Any], sets: Subsets) -> Settlement:
+        """Check the last step of a run, as the next one would have: undo it if it raised the loss on A.
+
+        Returns:
+            The loss on A that training ends with, and whether the last step was kept.
+
+        Example:
+            >>> import torch
+            >>> from krylov_descent import KSD, Subsets
+            >>> w = torch.nn.Parameter(torch.zeros(2))
+            >>> sets = Subsets((torch.randn(100, 2),), batch_size=50, seed=0)
+            >>> optimizer = KSD([w], krylov_dim=2)
+            >>> def closure(batch):
+            ...     r = batch[0] - w
+            ...     return r.square().sum(1).mean(), r
+            >>> report = optimizer.step(closure, sets)
+            >>> optimizer.settle(closure, sets).loss <= report.loss
+            True
+        """
+        no_inference_mode()
+        memory = self._remember()
+        with torch.enable_grad():
+            objective, draw_sets = self._prepare(closure, sets, memory)
+            settlement, settled = settle(objective, draw_sets(memory.search_growth), memory)
+        if not settlement.accepted:
+            self._store(objective.parameters, settled)
+        return settlement
+
+    def _prepare(
+        self, closure: Callable[..., Any], sets: Subsets | None, memory: Memory
+    ) -> tuple[Objective, Callable[[int], StepSets]]:
+        """The objective over the groups as they are now, and what draws the sets of this iteration."""
+        if not callable(closure):
+            raise ValueError(
+                f"step() was given {closure!r} for a closure. Pass a function that returns loss, outputs: "
+                "optimizer.step(closure) or optimizer.step(closure, sets)."
+            )
+        if sets is not None and not hasattr(sets, "draw"):
+            raise ValueError(f"sets is a {type(sets).__name__}; pass Subsets(train_set, batch_size=..., seed=...).")
+        try:
+            inspect.signature(closure).bind(*(() if sets is None else (None,)))
+        except TypeError as error:
+            raise ValueError(
+                "step(closure, sets) calls closure(batch), and step(closure) calls closure(); "
+                f"this closure does not take that: {error}."
+            ) from None
+        except ValueError:
+            pass  # a builtin without a signature
+        call = closure if sets is not None else (lambda _: closure())
+        objective = Objective(call, ParameterVector(self.param_groups), self._comm)
+        source = FullBatch() if sets is None else sets
+        return objective, lambda growth: source.draw(
+            memory.iteration, krylov_dim=self._krylov_dim, search_growth=growth
+        )
+
+    # State: tensors per parameter, in its dtype; plain numbers beside those of the first parameter, as in torch's
+    # L-BFGS. All of it survives state_dict → torch.save → torch.load(weights_only=True) → load_state_dict.
+
+    def _remember(self) -> Memory:
+        numbers = self.state.get(self.param_groups[0]["params"][0], {})
+        parameters = ParameterVector(self.param_groups)
+        return Memory(
+            iteration=int(numbers.get("iteration", 0)),
+            seed=int(numbers.get("seed", self._seed)),
+            d_prev=self._read(parameters, "d_prev", partial=True),
+            accepted=self._read(parameters, "accepted", partial=False),
+            accepted_loss=float(numbers.get("accepted_loss", math.inf)),
+            search_growth=int(numbers.get("search_growth", 0)),
+        )
+
+    def _read(self, parameters: ParameterVector, key: str, *, partial: bool) -> Tensor | None:
+        """A vector from the states of the parameters; a parameter that has none counts as zero if ``partial``."""
+        tensors = [self.state.get(p, {}).get(key) for p in parameters.params]
+        missing = sum(t is None for t in tensors)
+        if missing == len(tensors) or (missing and not partial):
+            return None
+        return parameters.flatten(
+            [torch.zeros_like(p) if t is None else t for t, p in zip(tensors, parameters.params, strict=True)]
+        )
+
+    def _store(self, parameters: ParameterVector, memory: Memory) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                for key in ("d_prev", "accepted"):
+                    self.state[p].pop(key, None)
+        for key, vector in (("d_prev", memory.d_prev), ("accepted", memory.accepted)):
+            if vector is not None:
+                for p, part in zip(parameters.params, parameters.unflatten(vector), strict=True):
+                    self.state[p][key] = part
+        self.state[self.param_groups[0]["params"][0]].update(
+            iteration=memory.iteration,
+            seed=memory.seed,
+            accepted_loss=memory.accepted_loss,
+            search_growth=memory.search_growth,
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        # torch's own keeps only state, groups and defaults, so that a copy would have no settings.
+        return {**super().__getstate__(), **{k: self.__dict__[k] for k in _KEPT}}
+
+
+_KEPT = ("_krylov_dim", "_seed", "_settings", "_comm")

@@ -1,0 +1,61 @@
+"""The sample sets of one step as the algorithm sees them, and their plainest form: everything, at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol
+
+from krylov_descent.data import Microbatch
+
+
+class StepSets(Protocol):
+    """A, B and C of one step; each may be passed over several times."""
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        """Samples in "A", "B" and "C", as far as known."""
+        ...
+
+    @property
+    def a(self) -> Iterable[Microbatch]:
+        """The gradient's set."""
+        ...
+
+    @property
+    def b(self) -> Sequence[Microbatch]:
+        """The curvature's set."""
+        ...
+
+    @property
+    def c(self) -> Sequence[Microbatch]:
+        """The search's set."""
+        ...
+
+    @property
+    def probe(self) -> tuple[Microbatch, Microbatch, Microbatch] | None:
+        """A small batch and its two halves, or None where there is no such thing."""
+        ...
+
+    @property
+    def covers_all(self) -> bool:
+        """Whether A is all samples, so that losses on it compare from step to step."""
+        ...
+
+    @property
+    def searches_all(self) -> bool:
+        """Whether C is A, so that a step cannot raise the loss on A."""
+        ...
+
+
+class FullBatch:
+    """A = B = C: whatever the closure evaluates, as with torch.optim.LBFGS."""
+
+    sizes: Mapping[str, int] = {}
+    b: Sequence[Microbatch] = (Microbatch(None, None),)
+    a = c = b
+    probe = None
+    covers_all = searches_all = True
+
+    def draw(self, iteration: int, *, krylov_dim: int, search_growth: int = 0) -> FullBatch:
+        """The same at every step."""
+        return self

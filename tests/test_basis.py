@@ -1,0 +1,123 @@
+"""Algorithm 2 against its naive transcription, and its properties."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from krylov_descent.basis import Subspace, krylov_basis
+from krylov_descent.distributed import SingleProcess
+from krylov_descent.search import whiten
+from tests import reference
+
+
+def build(H: Tensor, D: Tensor, g: Tensor, d_prev: Tensor | None, K: int) -> Subspace:
+    buffer = torch.full((K + 1, len(g)), torch.nan, dtype=g.dtype)
+    return krylov_basis(lambda v: H @ v, lambda w: w / D, g, d_prev, K, buffer, SingleProcess())
+
+
+def setup(P: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    torch.manual_seed(seed)
+    A = torch.randn(P, P, dtype=torch.float64)
+    H = (A @ A.T / P + torch.diag(torch.logspace(-2, 1, P, dtype=torch.float64))).to(dtype)
+    D = (torch.rand(P, dtype=torch.float64) + 0.1).to(dtype)
+    return H, D, torch.randn(P).to(dtype), torch.randn(P).to(dtype)
+
+
+def test_equals_the_naive_transcription() -> None:
+    H, D, g, d_prev = setup(40)
+    subspace = build(H, D, g, d_prev, 8)
+    V, H_bar = reference.algorithm_2(H, D, g, d_prev, 8)
+    torch.testing.assert_close(subspace.V, V.T, rtol=1e-8, atol=1e-8)
+    torch.testing.assert_close(subspace.H, H_bar, rtol=1e-8, atol=1e-8)
+    assert subspace.krylov_dim == 8
+    assert subspace.V.shape == (9, 40)
+
+
+def test_spans_the_powers_and_the_previous_direction() -> None:
+    """Both earlier public codes lose d_prev by an off-by-one."""
+    H, D, g, d_prev = setup(40)
+    V = build(H, D, g, d_prev, 6).V
+    vectors, u = [d_prev], g / D
+    for _ in range(6):
+        vectors.append(u)
+        u = (H @ u) / D
+    for x in vectors:
+        assert float((x - V.T @ (V @ x)).norm() / x.norm()) < 1e-10
+    outside = u  # the next power is not in the span
+    assert float((outside - V.T @ (V @ outside)).norm() / outside.norm()) > 1e-6
+
+
+def test_reduced_hessian_is_tridiagonal_in_the_inner_product_of_D() -> None:
+    H, D, g, _ = setup(30)
+    V = build(H, D, g, None, 7).V
+    # A D-orthonormal basis of the same nested spaces.
+    L = torch.linalg.cholesky(V @ torch.diag(D) @ V.T)
+    W = torch.linalg.solve_triangular(L, V, upper=False)
+    T = W @ H @ W.T
+    outside = T - torch.triu(torch.tril(T, 1), -1)
+    assert float(outside.abs().max() / T.abs().max()) < 1e-9
+
+
+def test_whitened_basis_is_conjugate() -> None:
+    H, D, g, d_prev = setup(30)
+    subspace = build(H, D, g, d_prev, 6)
+    for H_bar in (subspace.H, subspace.H - 3 * torch.eye(7, dtype=torch.float64), -subspace.H):
+        C = whiten(H_bar, 1e-4)
+        lam, Q = torch.linalg.eigh(H_bar)
+        H_hat = (Q * lam.clamp(min=1e-4 * float(lam.abs().max()))) @ Q.T
+        V_bar = torch.linalg.inv(C).T  # in the coordinates of V
+        torch.testing.assert_close(V_bar.T @ H_hat @ V_bar, torch.eye(7, dtype=torch.float64), rtol=0, atol=1e-9)
+    absolute = whiten(-subspace.H, 1e-4, "absolute")
+    torch.testing.assert_close(absolute @ absolute.T, subspace.H)
+    torch.testing.assert_close(whiten(torch.zeros(2, 2, dtype=torch.float64), 1e-4), torch.eye(2, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("with_previous", [True, False])
+def test_breakdown_ends_the_krylov_part_and_keeps_the_previous_direction(with_previous: bool) -> None:
+    torch.manual_seed(0)
+    J = torch.randn(3, 20, dtype=torch.float64)
+    H, g = J.T @ J, J.T @ torch.randn(3, dtype=torch.float64)
+    d_prev = torch.randn(20, dtype=torch.float64) if with_previous else None
+    subspace = build(H, torch.ones(20, dtype=torch.float64), g, d_prev, 10)
+    assert subspace.krylov_dim == 3
+    assert len(subspace.V) == 3 + with_previous
+    assert subspace.orthogonality_error < 1e-12
+    if d_prev is not None:
+        assert float((d_prev - subspace.V.T @ (subspace.V @ d_prev)).norm()) < 1e-12
+
+
+def test_previous_direction_inside_the_span_is_left_out() -> None:
+    H, D, g, _ = setup(30)
+    assert len(build(H, D, g, g / D, 5).V) == 5
+
+
+def test_two_passes_keep_orthogonality_in_float32_at_80_vectors() -> None:
+    H, D, g, d_prev = setup(400, dtype=torch.float32)
+    assert build(H, D, g, d_prev, 80).orthogonality_error < 1e-5
+
+
+@pytest.mark.parametrize("scale", [1e-25, 1e25])
+def test_no_overflow_in_float32(scale: float) -> None:
+    H, D, g, d_prev = setup(20, dtype=torch.float32)
+    subspace = build(H, D, g * scale, d_prev * scale, 5)
+    assert len(subspace.V) == 6
+    assert subspace.orthogonality_error < 1e-5
+
+
+def test_products_that_are_not_finite_are_left_out() -> None:
+    H, D, g, d_prev = setup(20)
+    calls = []
+
+    def product(v: Tensor) -> Tensor:
+        calls.append(v)
+        return H @ v if len(calls) in (1, 2, 4) else v * torch.nan
+
+    buffer = torch.empty(6, 20, dtype=torch.float64)
+    subspace = krylov_basis(product, lambda w: w / D, g, d_prev, 5, buffer, SingleProcess())
+    assert (subspace.krylov_dim, len(subspace.V), subspace.finite) == (2, 3, False)
+    assert bool(subspace.H.isfinite().all())
+    nothing = krylov_basis(lambda v: v * torch.inf, lambda w: w, g, d_prev, 5, buffer, SingleProcess())
+    torch.testing.assert_close(nothing.V, (g / g.norm())[None])
+    assert nothing.H.tolist() == [[1.0]]

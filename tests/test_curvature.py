@@ -1,0 +1,190 @@
+"""Gauss–Newton, Hessian and Fisher products against dense matrices and against other libraries."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+
+from krylov_descent.curvature import CURVATURES, CurvatureProduct
+from krylov_descent.data import Microbatch
+from krylov_descent.distributed import SingleProcess
+from krylov_descent.objective import Objective
+from krylov_descent.parameters import ParameterVector
+from tests import problems, reference
+from tests.problems import Problem
+
+
+def objective_of(problem: Problem, weight_decay: float = 0.0) -> Objective:
+    groups = [{"params": list(problem.model.parameters()), "weight_decay": weight_decay}]
+    return Objective(problem.closure, ParameterVector(groups), SingleProcess())
+
+
+def batches_of(data: tuple[Tensor, ...], *sizes: int) -> list[Microbatch]:
+    parts = zip(*(t.split(list(sizes)) for t in data), strict=True)
+    return [Microbatch(part, n) for part, n in zip(parts, sizes, strict=True)]
+
+
+def matrix(product: CurvatureProduct, P: int) -> Tensor:
+    return torch.stack([product(e) for e in torch.eye(P, dtype=torch.float64)])
+
+
+def dense(kind: str, problem: Problem) -> Tensor:
+    loss, outputs = problem.closure(problem.data)
+    if kind == "ggn":
+        return reference.dense_ggn(loss, outputs, problem.params)
+    if kind == "hessian":
+        return reference.dense_hessian(loss, problem.params)
+    g = reference.per_sample_gradients(problem.closure, problem.data, problem.params)
+    return g.T @ g / len(g)
+
+
+def relative(x: Tensor, y: Tensor) -> float:
+    return float((x - y).norm() / y.norm())
+
+
+@pytest.mark.parametrize("kind", ["ggn", "hessian", "fisher"])
+@pytest.mark.parametrize("name", problems.ALL)
+def test_product_equals_dense_matrix(name: str, kind: str) -> None:
+    problem = problems.ALL[name]()
+    n = len(problem.data[0])
+    objective = objective_of(problem)
+    product = CurvatureProduct(CURVATURES[kind], objective, batches_of(problem.data, 2, n - 3, 1))
+    # The oracle uses the plain attention kernel too: the fused one has no second derivative.
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        expected = dense(kind, problem)
+    assert relative(matrix(product, len(expected)), expected) < 1e-9
+
+
+@pytest.mark.parametrize("kind", ["ggn", "hessian", "fisher"])
+def test_budget_rebuilds_graphs_and_changes_nothing(kind: str) -> None:
+    problem = problems.mlp(12)
+    batches = batches_of(problem.data, 5, 4, 3)
+    v = torch.randn(reference.len_of(problem.params), dtype=torch.float64)
+    kept = CurvatureProduct(CURVATURES[kind], objective_of(problem), batches)
+    rebuilt = CurvatureProduct(CURVATURES[kind], objective_of(problem), batches, memory_budget=0)
+    one = CurvatureProduct(CURVATURES[kind], objective_of(problem), batches, memory_budget=10**9)
+    some = CurvatureProduct(CURVATURES[kind], objective_of(problem), batches, memory_budget=one.kept_bytes // 2)
+    assert (kept.rebuilds, rebuilt.rebuilds, one.rebuilds) == (0, 3, 0)
+    assert 0 < some.rebuilds < 3
+    assert some.kept_bytes <= one.kept_bytes // 2
+    for product in (rebuilt, one, some):
+        torch.testing.assert_close(product(v), kept(v), rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("kind", ["ggn", "hessian", "fisher"])
+def test_weight_decay_adds_its_coefficient(kind: str) -> None:
+    problem = problems.mlp()
+    batches = batches_of(problem.data, 7)
+    v = torch.randn(reference.len_of(problem.params), dtype=torch.float64)
+    plain = CurvatureProduct(CURVATURES[kind], objective_of(problem), batches)(v)
+    decayed = CurvatureProduct(CURVATURES[kind], objective_of(problem, 0.3), batches)(v)
+    torch.testing.assert_close(decayed, plain + 0.3 * v)
+
+
+def test_softmax_cross_entropy_has_the_papers_output_hessian() -> None:
+    """diag(p) − p pᵀ, equation (6), with the logits themselves as parameters."""
+    z = nn.Parameter(torch.randn(3, 4, dtype=torch.float64))
+    y = torch.tensor([0, 3, 1])
+    objective = Objective(lambda _: (F.cross_entropy(z, y), z), parameters(z), SingleProcess())
+    G = matrix(CurvatureProduct(CURVATURES["ggn"], objective, [Microbatch(None, 3)]), 12)
+    p = torch.softmax(z.detach(), 1)
+    expected = torch.block_diag(*[torch.diag(row) - torch.outer(row, row) for row in p]) / 3
+    assert relative(G, expected) < 1e-12
+
+
+def test_half_squared_error_has_the_unit_matrix() -> None:
+    z = nn.Parameter(torch.randn(5, dtype=torch.float64))
+    objective = Objective(lambda _: (0.5 * z.square().sum(), z), parameters(z), SingleProcess())
+    G = matrix(CurvatureProduct(CURVATURES["ggn"], objective, [Microbatch(None, 5)]), 5)
+    torch.testing.assert_close(G, torch.eye(5, dtype=torch.float64))
+
+
+def parameters(*tensors: Tensor) -> ParameterVector:
+    return ParameterVector([{"params": list(tensors), "weight_decay": 0.0}])
+
+
+def test_masked_batches_are_weighted_by_what_the_closure_says() -> None:
+    problem = problems.mlp(9)
+    x, y = problem.data
+    y = torch.where(torch.arange(9) % 3 == 0, -100, y)
+
+    def closure(batch: Any) -> tuple[Tensor, Tensor, Tensor]:
+        logits = problem.model(batch[0])
+        return F.cross_entropy(logits, batch[1], ignore_index=-100), logits, (batch[1] != -100).sum()
+
+    objective = Objective(closure, ParameterVector([{"params": problem.params, "weight_decay": 0.0}]), SingleProcess())
+    v = torch.randn(reference.len_of(problem.params), dtype=torch.float64)
+    for kind in CURVATURES.values():
+        # The first micro-batch is masked whole.
+        split = CurvatureProduct(kind, objective, batches_of((x, y), 1, 5, 3))(v)
+        whole = CurvatureProduct(kind, objective, batches_of((x, y), 9))(v)
+        torch.testing.assert_close(split, whole)
+    loss, _ = objective.value_and_gradient(batches_of((x, y), 1, 5, 3))
+    assert loss.mean == pytest.approx(closure((x, y))[0].item())
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # raised by curvlinops' own imports
+@pytest.mark.parametrize("name", ["mlp", "conv", "lstm"])
+def test_agrees_with_curvlinops(name: str) -> None:
+    curvlinops = pytest.importorskip("curvlinops")
+    problem = problems.ALL[name]()
+    x, y = problem.data
+    v = torch.randn(reference.len_of(problem.params), dtype=torch.float64)
+    for kind, operator in (("ggn", curvlinops.GGNLinearOperator), ("hessian", curvlinops.HessianLinearOperator)):
+        theirs = operator(problem.model, nn.CrossEntropyLoss(), list(problem.model.parameters()), [(x, y)], check_deterministic=False)
+        ours = CurvatureProduct(CURVATURES[kind], objective_of(problem), batches_of(problem.data, len(x)))(v)
+        assert relative(ours, theirs @ v) < 1e-9
+
+
+def test_weight_norm_is_refused_by_the_hessian_and_right_for_gauss_newton() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(4, 3)), nn.Tanh(), nn.Linear(3, 3)).double()
+    source = problems.mlp()
+
+    def closure(batch: Any) -> tuple[Tensor, Tensor]:
+        logits = model(batch[0])
+        return F.cross_entropy(logits, batch[1]), logits
+
+    problem = Problem(model, source.data, closure)
+    batches = batches_of(problem.data, 7)
+    expected = dense("ggn", problem)
+    G = matrix(CurvatureProduct(CURVATURES["ggn"], objective_of(problem), batches), len(expected))
+    assert relative(G, expected) < 1e-9
+    with pytest.raises(ValueError, match=r"weight_norm.*curvature='ggn'"):
+        CurvatureProduct(CURVATURES["hessian"], objective_of(problem), batches)
+
+
+def test_unused_and_frozen_parameters() -> None:
+    torch.manual_seed(0)
+    used, unused, frozen = nn.Linear(4, 3), nn.Linear(2, 2), nn.Linear(3, 3)
+    frozen.requires_grad_(False)
+    model = nn.ModuleList([used, unused, frozen]).double()
+    source = problems.mlp()
+
+    def closure(batch: Any) -> tuple[Tensor, Tensor]:
+        logits = frozen(torch.tanh(used(batch[0])))
+        return F.cross_entropy(logits, batch[1]), logits
+
+    problem = Problem(model, source.data, closure)
+    for kind in CURVATURES:
+        H = matrix(CurvatureProduct(CURVATURES[kind], objective_of(problem), batches_of(problem.data, 7)), 21)
+        assert relative(H, dense(kind, problem)) < 1e-9
+        assert not H[15:].any()
+
+
+def test_operation_without_second_derivative_is_explained() -> None:
+    torch.manual_seed(0)
+    bag = nn.EmbeddingBag(5, 3, mode="sum").double()
+    x = torch.randint(0, 5, (4, 2))
+
+    def closure(batch: Any) -> tuple[Tensor, Tensor]:
+        z = bag(batch[0])
+        return z.square().mean(), z
+
+    objective = Objective(closure, parameters(*bag.parameters()), SingleProcess())
+    with pytest.raises(ValueError, match=r"cannot be differentiated twice.*EmbeddingBag"):
+        CurvatureProduct(CURVATURES["ggn"], objective, [Microbatch((x,), 4)])(torch.ones(15, dtype=torch.float64))

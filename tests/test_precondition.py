@@ -1,0 +1,200 @@
+"""The Fisher diagonal: layer rules against per-sample gradients, the probe averaged over every sign pattern."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from krylov_descent.data import Microbatch
+from krylov_descent.distributed import SingleProcess
+from krylov_descent.objective import Objective
+from krylov_descent.parameters import ParameterVector
+from krylov_descent.precondition import Fisher, FisherDiagonal
+from tests import problems, reference
+from tests.problems import Problem
+from tests.test_curvature import batches_of, objective_of, relative
+
+
+class EverySign(FisherDiagonal):
+    """The probe with prescribed signs instead of random ones."""
+
+    signs: Tensor
+
+    def _signs(self, n: int) -> Tensor:
+        return self.signs
+
+
+def diagonal(statistics: FisherDiagonal, objective: Objective, batches: list[Microbatch]) -> Tensor:
+    losses, _ = objective.value_and_gradient(batches, statistics)
+    solve = statistics.solver(objective.total_weight(losses.weights), objective.comm)
+    assert solve is not None
+    return 1 / solve(torch.ones(objective.parameters.numel, dtype=torch.float64))
+
+
+def dense_diagonal(problem: Problem) -> Tensor:
+    g = reference.per_sample_gradients(problem.closure, problem.data, problem.params)
+    return g.square().mean(0)
+
+
+def patterns(n: int) -> Iterator[Tensor]:
+    for signs in itertools.product((-1, 1), repeat=n):
+        yield torch.tensor(signs)
+
+
+TINY = Fisher(floor=1e-300)
+
+
+@pytest.mark.parametrize("name", ["mlp", "sequence_mlp", "conv", "conv1d3d", "two_terms"])
+def test_layer_rules_are_exact(name: str) -> None:
+    problem = problems.ALL[name]()
+    objective = objective_of(problem)
+    n = len(problem.data[0])
+    statistics = FisherDiagonal(objective.parameters, TINY, (0,))
+    D = diagonal(statistics, objective, batches_of(problem.data, n - 2, 2))
+    assert relative(D, dense_diagonal(problem)) < 1e-9
+    assert statistics.by_rule == set(range(len(problem.params)))
+    assert not statistics.by_probe
+
+
+@pytest.mark.parametrize("name", ["rnn", "lstm", "gru", "transformer", "tied", "pinn", "in_place"])
+def test_probe_averages_to_the_diagonal(name: str) -> None:
+    problem = problems.ALL[name]()
+    objective = objective_of(problem)
+    n = len(problem.data[0])
+    total = torch.zeros(objective.parameters.numel, dtype=torch.float64)
+    for signs in patterns(n):
+        statistics = EverySign(objective.parameters, TINY, (0,))
+        statistics.signs = signs
+        total += diagonal(statistics, objective, batches_of(problem.data, n))
+    # The floor replaces an exact zero by 1e-300·max, which the mean cannot see.
+    assert relative(total / 2**n, dense_diagonal(problem)) < 1e-9
+
+
+@pytest.mark.parametrize(("name", "probed"), [("pinn", {0, 2}), ("tied", {1}), ("in_place", {0, 1})])
+def test_rules_that_would_be_wrong_give_way_to_the_probe(name: str, probed: set[int]) -> None:
+    # A PINN's biases keep theirs: derivatives of the network do not contain them, and the check finds it so.
+    problem = problems.ALL[name]()
+    objective = objective_of(problem)
+    statistics = FisherDiagonal(objective.parameters, TINY, (0,))
+    diagonal(statistics, objective, batches_of(problem.data, len(problem.data[0])))
+    assert probed <= statistics.by_probe
+    assert not probed & statistics.by_rule
+
+
+def test_module_called_twice_and_time_first_layers_take_the_probe() -> None:
+    torch.manual_seed(0)
+    shared = nn.Linear(4, 4).double()
+    x = torch.randn(4, 4, 4, dtype=torch.float64)
+
+    def twice(batch: Any) -> tuple[Tensor, Tensor]:
+        z = shared(torch.tanh(shared(batch[0][:, 0])))
+        return z.square().sum(1).mean(), z
+
+    def time_first(batch: Any) -> tuple[Tensor, Tensor]:
+        z = torch.tanh(shared(batch[0].transpose(0, 1))).sum(0)
+        return z.square().sum(1).mean(), z
+
+    for closure in (twice, time_first):
+        problem = Problem(shared, (x,), closure)
+        objective = objective_of(problem)
+        statistics = FisherDiagonal(objective.parameters, TINY, (0,))
+        diagonal(statistics, objective, batches_of(problem.data, 4))
+        assert 0 in statistics.by_probe, closure.__name__
+        total = torch.zeros(20, dtype=torch.float64)
+        for signs in patterns(4):
+            every = EverySign(objective.parameters, TINY, (0,))
+            every.signs = signs
+            total += diagonal(every, objective, batches_of(problem.data, 4))
+        assert relative(total / 16, dense_diagonal(problem)) < 1e-9
+
+
+def test_without_sets_every_row_is_a_sample() -> None:
+    """Two outputs of different length, as a PINN's interior and boundary: rows are samples of their own."""
+    problem = problems.pinn()
+    interior, boundary = problem.data[0], torch.tensor([[-1.0], [1.0]], dtype=torch.float64)
+
+    def closure(_: Any) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        r = problem.closure((interior,))[1]
+        b = problem.model(boundary)
+        return r.square().mean() + b.square().mean(), (r, b)
+
+    objective = Objective(
+        closure, ParameterVector([{"params": problem.params, "weight_decay": 0.0}]), SingleProcess()
+    )
+    rows = []
+    for term, scale in ((closure(None)[1][0], 1 / 7), (closure(None)[1][1], 1 / 2)):
+        rows += [9 * scale * reference.gradient(e.square(), problem.params) for e in term.reshape(-1)]
+    expected = torch.stack(rows).square().mean(0)
+
+    class Alternating(FisherDiagonal):
+        queue: list[Tensor]
+
+        def _signs(self, n: int) -> Tensor:
+            return self.queue.pop(0)
+
+    total = torch.zeros_like(expected)
+    for signs in patterns(9):
+        statistics = Alternating(objective.parameters, TINY, (0,))
+        statistics.queue = [signs[:7], signs[7:]]
+        total += diagonal(statistics, objective, [Microbatch(None, None)])
+    assert relative(total / 2**9, expected) < 1e-9
+
+
+def test_floor_and_zero_diagonal() -> None:
+    problem = problems.mlp()
+    objective = objective_of(problem)
+    statistics = FisherDiagonal(objective.parameters, Fisher(floor=0.5), (0,))
+    D = diagonal(statistics, objective, batches_of(problem.data, 7))
+    exact = dense_diagonal(problem)
+    torch.testing.assert_close(D, exact.clamp(min=0.5 * float(exact.max())))
+    w = nn.Parameter(torch.zeros(3, dtype=torch.float64))
+    zero = Objective(
+        lambda _: (w.square().mean(), w), ParameterVector([{"params": [w], "weight_decay": 0.0}]), SingleProcess()
+    )
+    assert diagonal(FisherDiagonal(zero.parameters, Fisher(), (0,)), zero, [Microbatch(None, 3)]).tolist() == [1, 1, 1]
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+def test_agrees_with_backpack() -> None:
+    backpack = pytest.importorskip("backpack")
+    extensions = pytest.importorskip("backpack.extensions")
+    torch.manual_seed(0)
+    # Its convolution rules know neither dilation with circular padding nor ELU's second derivative.
+    model = nn.Sequential(nn.Conv2d(2, 3, 3, stride=2, padding=1), nn.Sigmoid(), nn.Flatten(), nn.Linear(27, 3)).double()
+    x = torch.randn(6, 2, 5, 6, dtype=torch.float64)
+    y = torch.randint(0, 3, (6,))
+
+    def closure(batch: Any) -> tuple[Tensor, Tensor]:
+        logits = model(batch[0])
+        return nn.functional.cross_entropy(logits, batch[1]), logits
+
+    objective = objective_of(Problem(model, (x, y), closure))
+    ours = diagonal(FisherDiagonal(objective.parameters, TINY, (0,)), objective, batches_of((x, y), 6))
+    extended = backpack.extend(model)
+    loss = backpack.extend(nn.CrossEntropyLoss())(extended(x), y)
+    with backpack.backpack(extensions.SumGradSquared()):
+        loss.backward()
+    theirs = torch.cat([p.sum_grad_squared.reshape(-1) for p in model.parameters()]) * 6
+    assert relative(ours, theirs) < 1e-9
+
+
+def test_signs_are_keyed_and_leave_the_global_generator_alone() -> None:
+    problem = problems.lstm()
+    objective = objective_of(problem)
+    before = torch.get_rng_state()
+    Ds = [diagonal(Fisher().start(objective.parameters, *key), objective, batches_of(problem.data, 6)) for key in
+          ((0, 1), (0, 1), (0, 2))]
+    assert torch.equal(Ds[0], Ds[1])
+    assert not torch.equal(Ds[0], Ds[2])
+    assert torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("bad", [{"floor": 0.0}, {"floor": 2.0}, {"probes": 0}])
+def test_options_are_checked(bad: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="must be"):
+        Fisher(**bad)
