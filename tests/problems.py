@@ -25,7 +25,7 @@ class Problem:
 class Recurrent(nn.Module):
     def __init__(self, kind: type[nn.RNNBase]) -> None:
         super().__init__()
-        self.rnn = kind(2, 3, batch_first=True)
+        self.rnn = kind(2, 3, batch_first=True)  # type: ignore[call-arg, arg-type]
         self.head = nn.Linear(3, 2)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -113,7 +113,12 @@ def conv1d3d(n: int = 5) -> Problem:
     torch.manual_seed(0)
     x = torch.randn(n, 1, 4, 4, 4, dtype=torch.float64, generator=_generator(2))
     model = nn.Sequential(
-        nn.Conv3d(1, 2, 3, padding="same"), nn.Tanh(), nn.Flatten(2), nn.Conv1d(2, 2, 5, stride=3), nn.Tanh(), nn.Flatten(1)
+        nn.Conv3d(1, 2, 3, padding="same"),
+        nn.Tanh(),
+        nn.Flatten(2),
+        nn.Conv1d(2, 2, 5, stride=3),
+        nn.Tanh(),
+        nn.Flatten(1),
     )
     return _classifier(nn.Sequential(model, nn.Linear(40, 2)), x, 2)
 

@@ -69,9 +69,7 @@ def per_sample_gradients(closure: Closure, data: Sequence[Tensor], params: Seque
     return torch.stack([gradient(closure(tuple(t[i : i + 1] for t in data))[0], params) for i in range(n)])
 
 
-def algorithm_2(
-    H: Tensor, D: Tensor, g: Tensor, d_prev: Tensor, K: int
-) -> tuple[Tensor, Tensor]:
+def algorithm_2(H: Tensor, D: Tensor, g: Tensor, d_prev: Tensor, K: int) -> tuple[Tensor, Tensor]:
     """As printed, with dense H and modified Gram–Schmidt. V has columns v_1 … v_{K+1}."""
     P = len(g)
     v = [torch.empty(0)] * (K + 2)  # 1-based, as in the paper

@@ -194,9 +194,7 @@ def oracle(name: str) -> tuple[float, int]:
 @functools.cache
 def ours(name: str) -> BFGSResult:
     problem = problems()[name]
-    return bfgs(
-        problem, problem.x0, max_iterations=1000, max_evaluations=5000, tolerance=TOLERANCE, noise=NOISE
-    )
+    return bfgs(problem, problem.x0, max_iterations=1000, max_evaluations=5000, tolerance=TOLERANCE, noise=NOISE)
 
 
 def _random(x: Tensor, salt: int) -> Array:
@@ -408,9 +406,7 @@ def test_caps(name: str) -> None:
     problem = problems()[name]
     for cap in range(1, 20):
         fun = Recorder(problem)
-        result = bfgs(
-            fun, problem.x0, max_iterations=1000, max_evaluations=cap, tolerance=TOLERANCE, noise=NOISE
-        )
+        result = bfgs(fun, problem.x0, max_iterations=1000, max_evaluations=cap, tolerance=TOLERANCE, noise=NOISE)
         assert result.evaluations == len(fun.calls) == cap
         assert result.stop_reason is StopReason.MAX_EVALUATIONS
         result = bfgs(
@@ -480,7 +476,5 @@ def test_gradient_buffer_may_be_reused() -> None:
         f, g = problem(x)
         return f, buffer.copy_(g)
 
-    result = bfgs(
-        fun, problem.x0, max_iterations=1000, max_evaluations=5000, tolerance=TOLERANCE, noise=NOISE
-    )
+    result = bfgs(fun, problem.x0, max_iterations=1000, max_evaluations=5000, tolerance=TOLERANCE, noise=NOISE)
     assert torch.equal(result.x, ours("wood").x)

@@ -24,7 +24,7 @@ def objective_of(problem: Problem, weight_decay: float = 0.0) -> Objective:
 
 
 def batches_of(data: tuple[Tensor, ...], *sizes: int) -> list[Microbatch]:
-    parts = zip(*(t.split(list(sizes)) for t in data), strict=True)
+    parts = zip(*(torch.split(t, list(sizes)) for t in data), strict=True)
     return [Microbatch(part, n) for part, n in zip(parts, sizes, strict=True)]
 
 
@@ -92,7 +92,12 @@ def test_softmax_cross_entropy_has_the_papers_output_hessian() -> None:
     objective = Objective(lambda _: (F.cross_entropy(z, y), z), parameters(z), SingleProcess())
     G = matrix(CurvatureProduct(CURVATURES["ggn"], objective, [Microbatch(None, 3)]), 12)
     p = torch.softmax(z.detach(), 1)
-    expected = torch.block_diag(*[torch.diag(row) - torch.outer(row, row) for row in p]) / 3
+    expected = (
+        torch.block_diag(  # type: ignore[no-untyped-call]
+            *[torch.diag(row) - torch.outer(row, row) for row in p]
+        )
+        / 3
+    )
     assert relative(G, expected) < 1e-12
 
 
@@ -135,7 +140,9 @@ def test_agrees_with_curvlinops(name: str) -> None:
     x, y = problem.data
     v = torch.randn(reference.len_of(problem.params), dtype=torch.float64)
     for kind, operator in (("ggn", curvlinops.GGNLinearOperator), ("hessian", curvlinops.HessianLinearOperator)):
-        theirs = operator(problem.model, nn.CrossEntropyLoss(), list(problem.model.parameters()), [(x, y)], check_deterministic=False)
+        theirs = operator(
+            problem.model, nn.CrossEntropyLoss(), list(problem.model.parameters()), [(x, y)], check_deterministic=False
+        )
         ours = CurvatureProduct(CURVATURES[kind], objective_of(problem), batches_of(problem.data, len(x)))(v)
         assert relative(ours, theirs @ v) < 1e-9
 

@@ -118,9 +118,7 @@ def test_rejects_a_size_out_of_range(n: int) -> None:
 
 @pytest.mark.parametrize("position", [-1, 10])
 def test_rejects_a_position_outside_the_set(position: int) -> None:
-    with pytest.raises(
-        ValueError, match=rf"positions span {position} to {position}, but must lie in \[0, 10\)"
-    ):
+    with pytest.raises(ValueError, match=rf"positions span {position} to {position}, but must lie in \[0, 10\)"):
         permute(torch.tensor([position]), 10, 0)
 
 

@@ -123,9 +123,7 @@ def test_without_sets_every_row_is_a_sample() -> None:
         b = problem.model(boundary)
         return r.square().mean() + b.square().mean(), (r, b)
 
-    objective = Objective(
-        closure, ParameterVector([{"params": problem.params, "weight_decay": 0.0}]), SingleProcess()
-    )
+    objective = Objective(closure, ParameterVector([{"params": problem.params, "weight_decay": 0.0}]), SingleProcess())
     rows = []
     for term, scale in ((closure(None)[1][0], 1 / 7), (closure(None)[1][1], 1 / 2)):
         rows += [9 * scale * reference.gradient(e.square(), problem.params) for e in term.reshape(-1)]
@@ -165,7 +163,9 @@ def test_agrees_with_backpack() -> None:
     extensions = pytest.importorskip("backpack.extensions")
     torch.manual_seed(0)
     # Its convolution rules know neither dilation with circular padding nor ELU's second derivative.
-    model = nn.Sequential(nn.Conv2d(2, 3, 3, stride=2, padding=1), nn.Sigmoid(), nn.Flatten(), nn.Linear(27, 3)).double()
+    model = nn.Sequential(
+        nn.Conv2d(2, 3, 3, stride=2, padding=1), nn.Sigmoid(), nn.Flatten(), nn.Linear(27, 3)
+    ).double()
     x = torch.randn(6, 2, 5, 6, dtype=torch.float64)
     y = torch.randint(0, 3, (6,))
 
@@ -179,7 +179,14 @@ def test_agrees_with_backpack() -> None:
     loss = backpack.extend(nn.CrossEntropyLoss())(extended(x), y)
     with backpack.backpack(extensions.SumGradSquared()):
         loss.backward()
-    theirs = torch.cat([p.sum_grad_squared.reshape(-1) for p in model.parameters()]) * 6
+    theirs = (
+        torch.cat(
+            [  # type: ignore[attr-defined]
+                p.sum_grad_squared.reshape(-1) for p in model.parameters()
+            ]
+        )
+        * 6
+    )
     assert relative(ours, theirs) < 1e-9
 
 
@@ -187,8 +194,10 @@ def test_signs_are_keyed_and_leave_the_global_generator_alone() -> None:
     problem = problems.lstm()
     objective = objective_of(problem)
     before = torch.get_rng_state()
-    Ds = [diagonal(Fisher().start(objective.parameters, *key), objective, batches_of(problem.data, 6)) for key in
-          ((0, 1), (0, 1), (0, 2))]
+    Ds = [
+        diagonal(Fisher().start(objective.parameters, *key), objective, batches_of(problem.data, 6))
+        for key in ((0, 1), (0, 1), (0, 2))
+    ]
     assert torch.equal(Ds[0], Ds[1])
     assert not torch.equal(Ds[0], Ds[2])
     assert torch.equal(before, torch.get_rng_state())

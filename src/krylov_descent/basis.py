@@ -7,6 +7,7 @@ V [m, P] orthonormal rows (m ≤ K+1), H̄ = V H Vᵀ [m, m]. P stands for this 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -138,7 +139,7 @@ class _Basis:
         return Subspace(V, self.H[: self.m, : self.m].clone(), krylov_dim, error, finite=self._finite)
 
     def _length(self, x: Tensor) -> float:
-        return float(self._comm.sum(x @ x)) ** 0.5
+        return math.sqrt(float(self._comm.sum(x @ x)))
 
     def _all_finite(self, w: Tensor) -> bool:
         return bool(self._comm.max((~w.isfinite()).any().to(torch.float32)) == 0)

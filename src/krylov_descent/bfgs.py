@@ -230,9 +230,7 @@ def bfgs(
                 reference, idle = (point.f, 0) if point.f < reference - blur else (reference, idle + 1)
                 s, y = point.x - here.x, point.g - here.g
                 sy, ss = float(s @ y), float(s @ s)
-                modelled = sy > math.sqrt(
-                    noise * ss * float(y @ y)
-                )  # else rounding: Dennis & Schnabel A9.4.1
+                modelled = sy > math.sqrt(noise * ss * float(y @ y))  # else rounding: Dennis & Schnabel A9.4.1
                 if modelled:
                     flattest = max(flattest, ss / sy)
                     Hy, fresh = H @ y, False

@@ -1,4 +1,4 @@
-"""Before the first step: is the closure a mean over samples, the same at every call, leaving buffers alone?
+"""The check before the first step: a mean over samples, the same at every call, that leaves buffers alone.
 
 A closure that is not makes every product and every comparison of losses silently wrong, so it is refused.
 """

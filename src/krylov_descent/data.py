@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from typing import Any, TypeAlias, cast
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
-from torch import Tensor
-from torch.nn.utils.rnn import PackedSequence
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
 
+from krylov_descent.loading import Device, Indices, Source, source_of
 from krylov_descent.permutation import permute
 
 _PROBE_SAMPLES = 64
-
-_Device: TypeAlias = torch.device | str | int | None
-_Indices: TypeAlias = range | Tensor
-_PartsOf: TypeAlias = Callable[[int], Sequence[_Indices]]  # chunk ↦ its indices, and those of parts of it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +86,7 @@ class Subsets:
         seed: int,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         num_workers: int = 0,
-        device: _Device = None,
+        device: Device = None,
     ) -> None:
         _require_integer("batch_size", batch_size, 1, "Pass how many samples fit one forward pass.")
         _require_integer("seed", seed, None, "Pass an integer, for example seed=0.")
@@ -104,22 +97,12 @@ class Subsets:
                 "Pass such a number, or None for 1/krylov_dim."
             )
         if not 0 < gradient_fraction <= 1:
-            raise ValueError(
-                f"gradient_fraction is {gradient_fraction!r}, not in (0, 1]. Pass 1.0 for every sample."
-            )
-        tensors = _tensors_of(data)
-        self._size = _length_of(data, tensors)
+            raise ValueError(f"gradient_fraction is {gradient_fraction!r}, not in (0, 1]. Pass 1.0 for every sample.")
+        self._source, self._size = source_of(data, collate_fn, num_workers, device, seed)
         self._batch_size = batch_size
         self._fraction = fraction
         self._gradient_fraction = gradient_fraction
         self._seed = seed
-        self._source: _Source
-        if tensors is not None and collate_fn is None:
-            self._source = _TensorSource(tensors, isinstance(data, Tensor), device)
-        else:
-            dataset = TensorDataset(*tensors) if tensors and isinstance(data, tuple | list) else data
-            batches = _Batches(dataset, collate_fn or default_collate)
-            self._source = _DatasetSource(batches, num_workers, device, seed)
 
     def __len__(self) -> int:
         return self._size
@@ -187,7 +170,7 @@ class Draw:
         [[0, 1], [0], [1]]
     """
 
-    def __init__(self, source: _Source, a: _SampleSet, b: _SampleSet, c: _SampleSet) -> None:
+    def __init__(self, source: Source, a: _SampleSet, b: _SampleSet, c: _SampleSet) -> None:
         self.sizes: dict[str, int] = {"A": a.size, "B": b.size, "C": c.size}
         self._source = source
         self._a, self._b, self._c = a, b, c
@@ -253,135 +236,28 @@ class _SampleSet:
     def positions(self, chunk: int) -> range:
         return range(self.start, self.stop)[chunk * self.batch_size : (chunk + 1) * self.batch_size]
 
-    def indices(self, chunk: int) -> _Indices:
+    def indices(self, chunk: int) -> Indices:
         positions = self.positions(chunk)
         if self.key is None:
             return positions
-        return permute(
-            torch.arange(positions.start, positions.stop, device="cpu"), self.population, *self.key
-        )
+        return permute(torch.arange(positions.start, positions.stop, device="cpu"), self.population, *self.key)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Stream:
     """The micro-batches of a set, loaded anew at each iteration."""
 
-    source: _Source
+    source: Source
     sample_set: _SampleSet
 
     def __iter__(self) -> Iterator[Microbatch]:
+        sample_set = self.sample_set
         # The cut is that of the set, so a process that shares it with others takes some of the same chunks.
-        chunks = range(-(-self.sample_set.size // self.sample_set.batch_size))
-        batches = self.source.load(lambda chunk: (self.sample_set.indices(chunk),), chunks)
+        chunks = range(-(-sample_set.size // sample_set.batch_size))
+        # The function must not hold the source, which keeps it: workers found in a reference cycle end late.
+        batches = self.source.load(lambda chunk: (sample_set.indices(chunk),), chunks)
         for chunk, (batch,) in zip(chunks, batches, strict=True):
-            yield Microbatch(batch, len(self.sample_set.positions(chunk)))
-
-
-class _TensorSource:
-    """Batches by indexing: views for ranges, copies for other indices."""
-
-    def __init__(self, tensors: Sequence[Tensor], single: bool, device: _Device) -> None:
-        self._tensors, self._single, self._device = tensors, single, device
-
-    def load(self, parts_of: _PartsOf, chunks: range) -> Iterator[list[Any]]:
-        for chunk in chunks:
-            yield [self._batch(indices) for indices in parts_of(chunk)]
-
-    def _batch(self, indices: _Indices) -> Any:
-        if isinstance(indices, range):
-            batch = tuple(tensor[indices.start : indices.stop] for tensor in self._tensors)
-        else:
-            batch = tuple(tensor[indices.to(tensor.device)] for tensor in self._tensors)
-        return _placed(batch[0] if self._single else batch, self._device)
-
-
-class _DatasetSource:
-    """Batches by one DataLoader, whose workers serve every set of every step."""
-
-    def __init__(self, batches: _Batches, num_workers: int, device: _Device, seed: int) -> None:
-        # A tensor from a worker lies in shared memory and holds a file descriptor, of which a process has few
-        # enough that keeping B and C would exhaust them.
-        self._placed = functools.partial(_placed, device=device, unshare=num_workers > 0)
-        self._pending = _Pending()
-        self._turn = 0
-        self._loader: DataLoader[list[Any]] = DataLoader(
-            cast(Dataset[list[Any]], batches),
-            batch_size=None,  # one item of _Batches is collated already
-            sampler=self._pending,
-            collate_fn=_unchanged,
-            num_workers=num_workers,
-            persistent_workers=num_workers > 0,
-            # Its own, since the loader draws a seed at each iteration: the global generator stays untouched.
-            generator=torch.Generator("cpu").manual_seed(seed % 2**63),
-        )
-
-    def load(self, parts_of: _PartsOf, chunks: range) -> Iterator[list[Any]]:
-        turn = 0
-        for done in range(len(chunks)):
-            if turn == 0 or turn != self._turn:
-                # Workers serve one iteration at a time, and starting another discards what they prefetched:
-                # an iteration that was interrupted starts again, at its own next chunk.
-                self._turn += 1
-                turn = self._turn
-                self._pending.restart = functools.partial(map, lambda i: _lists(parts_of(i)), chunks[done:])
-                with torch.device("cpu"):  # where the generator is, whatever the default device
-                    loaded = iter(self._loader)
-            yield [self._placed(batch) for batch in next(loaded)]
-
-
-class _Pending:
-    """The sampler of the DataLoader: the requests of the iteration that starts next."""
-
-    restart: Callable[[], Iterator[list[list[int]]]]
-
-    def __iter__(self) -> Iterator[list[list[int]]]:
-        return self.restart()
-
-
-class _Batches:
-    """The dataset of the DataLoader: an item is a batch, and batches of parts of the same samples."""
-
-    def __init__(self, dataset: Any, collate_fn: Callable[[list[Any]], Any]) -> None:
-        self._dataset, self._collate_fn = dataset, collate_fn
-
-    def __getitem__(self, parts: list[list[int]]) -> list[Any]:
-        whole = parts[0]
-        if callable(getattr(self._dataset, "__getitems__", None)):
-            samples = self._dataset.__getitems__(whole)
-        else:
-            samples = [self._dataset[index] for index in whole]
-        sample_of = dict(zip(whole, samples, strict=True))
-        return [self._collate_fn([sample_of[index] for index in part]) for part in parts]
-
-
-_Source: TypeAlias = _TensorSource | _DatasetSource
-
-
-def _lists(parts: Sequence[_Indices]) -> list[list[int]]:
-    return [list(part) if isinstance(part, range) else part.tolist() for part in parts]
-
-
-def _unchanged(batches: list[Any]) -> list[Any]:
-    return batches  # a function of the module, so that workers can be spawned with it
-
-
-def _placed(batch: Any, device: _Device, unshare: bool = False) -> Any:
-    """Return the batch with its tensors on the device, and out of shared memory if ``unshare``."""
-    if device is None and not unshare:
-        return batch
-    if isinstance(batch, PackedSequence):  # a named tuple that moves only some of its tensors
-        return batch if device is None else cast(Any, batch).to(device)
-    if isinstance(batch, Tensor):
-        tensor: Any = batch if device is None else batch.to(device)
-        return tensor.clone() if unshare and tensor.device.type == "cpu" and tensor.is_shared() else tensor
-    if isinstance(batch, MutableMapping):
-        placed = copy.copy(batch)  # keeps the class, and what else it holds
-        placed.update({name: _placed(value, device, unshare) for name, value in batch.items()})
-        return placed
-    if isinstance(batch, tuple | list):
-        values = [_placed(value, device, unshare) for value in batch]
-        return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
-    return batch
+            yield Microbatch(batch, len(sample_set.positions(chunk)))
 
 
 def _require_integer(name: str, value: object, least: int | None, remedy: str) -> None:
@@ -389,47 +265,3 @@ def _require_integer(name: str, value: object, least: int | None, remedy: str) -
         raise ValueError(f"{name} is {value!r}, not an integer. {remedy}")
     if least is not None and value < least:
         raise ValueError(f"{name} is {value}, but at least {least} is needed. {remedy}")
-
-
-def _tensors_of(data: Any) -> tuple[Tensor, ...] | None:
-    """Return the tensors to be indexed directly, or None for a dataset."""
-    if isinstance(data, Tensor):
-        return (data,)
-    if type(data) is TensorDataset:  # a subclass may redefine what a sample is
-        return data.tensors
-    # A list without any tensor may be a list of samples; a tuple stands for the columns of the data.
-    if isinstance(data, tuple) or (
-        isinstance(data, list) and any(isinstance(column, Tensor) for column in data)
-    ):
-        foreign = sorted({type(column).__name__ for column in data if not isinstance(column, Tensor)})
-        if foreign:
-            raise ValueError(
-                f"data is a {type(data).__name__} that holds {', '.join(foreign)} where tensors are needed. "
-                "Convert with torch.as_tensor, or pass a Dataset whose items are samples."
-            )
-        return tuple(data)
-    return None
-
-
-def _length_of(data: Any, tensors: tuple[Tensor, ...] | None) -> int:
-    if tensors:
-        lengths = [tensor.shape[0] if tensor.dim() else None for tensor in tensors]
-        if None in lengths or len(set(lengths)) > 1:
-            raise ValueError(
-                f"The tensors have shapes {[tuple(tensor.shape) for tensor in tensors]}, but the first "
-                "dimension, which counts the samples, must be the same. Reshape them, or pass a Dataset."
-            )
-    elif isinstance(data, IterableDataset):
-        raise ValueError(
-            f"data is an IterableDataset ({type(data).__name__}): its samples cannot be looked up by index. "
-            "Pass a map-style Dataset with __len__ and __getitem__, for example a list of its samples."
-        )
-    elif isinstance(data, Mapping) or not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
-        raise ValueError(
-            f"data is a {type(data).__name__}, which cannot be indexed by 0, …, len(data)−1. Pass tensors or "
-            "a map-style Dataset: for a DataLoader its dataset, for a mapping one whose items are mappings."
-        )
-    length = len(tensors[0]) if tensors else len(data)
-    if length < 1:
-        raise ValueError(f"data holds {length} samples. Pass at least one.")
-    return length

@@ -240,7 +240,7 @@ def _norm(g: Tensor, objective: Objective) -> float:
     size = float(objective.comm.max(torch.linalg.vector_norm(g, torch.inf)))
     if not 0 < size < math.inf:
         return size
-    return size * float(objective.comm.sum((g / size).square().sum())) ** 0.5
+    return size * math.sqrt(float(objective.comm.sum((g / size).square().sum())))
 
 
 def _require_finite(loss: float, grad_norm: float) -> None:

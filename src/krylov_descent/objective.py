@@ -88,7 +88,7 @@ class Objective:
         return evaluation
 
     def value(self, batches: Iterable[Microbatch]) -> BatchLosses:
-        """f by forward passes only."""
+        """F by forward passes only."""
         losses, weights = [], []
         with self.parameters.frozen(), same_path_as_with_gradients():
             for batch in batches:
@@ -101,7 +101,7 @@ class Objective:
     def value_and_gradient(
         self, batches: Iterable[Microbatch], statistics: Statistics | None = None
     ) -> tuple[BatchLosses, Tensor]:
-        """f and this rank's part of ∇f [P_local]; ``statistics`` are gathered in the same pass."""
+        """F and this rank's part of ∇f [P_local]; ``statistics`` are gathered in the same pass."""
         total = self.parameters.zeros()
         losses, weights = [], []
         for batch in batches:
@@ -159,7 +159,7 @@ class Objective:
         return gradients
 
     def _mean(self, losses: Sequence[Tensor], weights: Sequence[float]) -> BatchLosses:
-        values = torch.stack(losses).double().tolist() if losses else []
+        values = torch.stack(list(losses)).double().tolist() if losses else []
         # A micro-batch of weight 0 has no terms; its mean, 0/0, must not spoil the sum.
         products = [w * x for w, x in zip(weights, values, strict=True) if w > 0]
         weighted = self.comm.sum(torch.tensor(sum(products), dtype=torch.float64))

@@ -53,13 +53,11 @@ class ParameterVector:
 
     def unflatten(self, x: Tensor) -> list[Tensor]:
         """One vector [P] → views in the shapes of the parameters, in the parameters' dtype."""
-        return [
-            part.view_as(p).to(p.dtype) for part, p in zip(x.split(self.sizes), self.params, strict=True)
-        ]
+        return [part.view_as(p).to(p.dtype) for part, p in zip(torch.split(x, self.sizes), self.params, strict=True)]
 
     def views(self, x: Tensor) -> list[Tensor]:
         """One vector [P] → writable views in the shapes of the parameters, in the vector's dtype."""
-        return [part.view_as(p) for part, p in zip(x.split(self.sizes), self.params, strict=True)]
+        return [part.view_as(p) for part, p in zip(torch.split(x, self.sizes), self.params, strict=True)]
 
     def read(self) -> Tensor:
         """A copy of θ."""
@@ -94,7 +92,7 @@ class ParameterVector:
         return sum(0.5 * c * float(theta[i:j].square().sum(dtype=torch.float64)) for i, j, c in self._segments)
 
     def add_decay(self, out: Tensor, x: Tensor) -> None:
-        """out += c∘x: the decay's gradient (x = θ) and its product (x = v), both [P]."""
+        """Out += c∘x: the decay's gradient (x = θ) and its product (x = v), both [P]."""
         for i, j, c in self._segments:
             out[i:j].add_(x[i:j], alpha=c)
 

@@ -57,9 +57,7 @@ def permute(positions: Tensor, n: int, *key: int) -> Tensor:
     if values.numel():
         lowest, highest = int(values.min()), int(values.max())
         if lowest < 0 or highest >= n:
-            raise ValueError(
-                f"positions span {lowest} to {highest}, but must lie in [0, {n}); pass only such."
-            )
+            raise ValueError(f"positions span {lowest} to {highest}, but must lie in [0, {n}); pass only such.")
     if n == 1:
         return torch.zeros_like(values)
 

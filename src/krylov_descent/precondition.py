@@ -190,6 +190,7 @@ class FisherDiagonal:
                 g = None if i is None else gradient[i]
                 if i is None or g is None:
                     continue
+                g = g.to(u.dtype)
                 error, scale = layer.discrepancy(g, u, v) if name == "weight" else layer.bias_discrepancy(g, u)
                 candidates.append((i, squares))
                 errors.append(error)
