@@ -37,7 +37,7 @@ def test_three_steps_equal_the_naive_transcription() -> None:
         return tuple(torch.cat(parts) for parts in zip(*(m.data for m in microbatches), strict=True))
 
     drawn = [sets.draw(i, krylov_dim=K) for i in range(steps)]
-    samples = [tuple(gathered(part) for part in (d.a, d.b, d.c)) for d in drawn]
+    samples = [(gathered(d.a), gathered(d.b), gathered(d.c)) for d in drawn]
 
     def f_and_g(theta: Tensor, batch: Any) -> tuple[float, Tensor]:
         vector.write(theta)
@@ -66,7 +66,7 @@ def test_three_steps_equal_the_naive_transcription() -> None:
         1e-9,
         noise,
         30,
-        120,  # type: ignore[arg-type]
+        120,
     )
     vector.write(theta0)
     optimizer = KSD(problem.params, **{**krylov_descent.PAPER, "krylov_dim": K, "search": search})
@@ -158,7 +158,7 @@ def test_saddle_is_left_in_five_steps() -> None:
             f: Tensor = (lam * x.square()).sum() / 2 + x.square().sum().square() / 4
             return f
 
-        optimizer = KSD([w], curvature="hessian", search=Search(negative=negative))  # type: ignore[arg-type]
+        optimizer = KSD([w], curvature="hessian", search=Search(negative=negative))
         for _ in range(5):
             report = optimizer.step(closure)
         assert report.search_loss_after < -0.2
@@ -207,7 +207,7 @@ def test_loss_that_is_not_finite_is_an_error_and_leaves_parameters() -> None:
     for bad in (torch.nan, torch.inf):
         w = nn.Parameter(torch.ones(3))
         with pytest.raises(ValueError, match=rf"loss on A is {bad}.*NaN or inf in the data"):
-            KSD([w]).step(lambda w=w, bad=bad: (w.square().mean() * bad, w))  # type: ignore[misc]
+            KSD([w]).step(lambda w=w, bad=bad: (w.square().mean() * bad, w))
         assert w.tolist() == [1, 1, 1]
 
 
@@ -259,7 +259,8 @@ def test_weight_decay_per_group_is_in_value_gradient_and_step() -> None:
         r = X @ w + b - y
         return r.square().mean(), r
 
-    optimizer = KSD([{"params": [w], "weight_decay": 0.7}, {"params": [b]}])
+    groups: list[dict[str, Any]] = [{"params": [w], "weight_decay": 0.7}, {"params": [b]}]
+    optimizer = KSD(groups)
     for _ in range(2):
         report = optimizer.step(closure)
     Z = torch.cat([X, torch.ones(50, 1, dtype=F64)], 1)
@@ -276,10 +277,10 @@ def test_previous_direction_none_and_e1() -> None:
     for previous in ("step", "e1", None):
         torch.manual_seed(0)
         fresh = problems.mlp(30)
-        optimizer = KSD(fresh.params, krylov_dim=3, previous=previous)  # type: ignore[arg-type]
+        optimizer = KSD(fresh.params, krylov_dim=3, previous=previous)
         rows = []
         for _ in range(2):
-            report = optimizer.step(lambda fresh=fresh: fresh.closure(fresh.data))  # type: ignore[misc]
+            report = optimizer.step(lambda fresh=fresh: fresh.closure(fresh.data))
             rows.append(len(report.ritz_values))
         found[previous] = rows
     assert found == {"step": [3, 4], "e1": [4, 4], None: [3, 3]}
