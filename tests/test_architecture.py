@@ -1,0 +1,112 @@
+"""Which file may import which: arrows point one way, and maths knows nothing of models, ranks or printing."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import krylov_descent
+
+ROOT = Path(krylov_descent.__file__).parent
+
+# Each module, and all it may import from the package; a module may not import what stands below it.
+ALLOWED: dict[str, set[str]] = {
+    "report": set(),
+    "permutation": set(),
+    "parameters": set(),
+    "layer_rules": set(),
+    "loading": set(),
+    "distributed.comm": set(),
+    "distributed": {"distributed.comm"},
+    "bfgs": {"report"},
+    "data": {"loading", "permutation"},
+    "sets": {"data"},
+    "closure": {"data"},
+    "objective": {"closure", "data", "distributed", "parameters"},
+    "curvature.linearise": set(),
+    "curvature.gauss_newton": {"closure", "curvature.linearise"},
+    "curvature.hessian": {"closure"},
+    "curvature.fisher": {"closure", "curvature.gauss_newton", "curvature.linearise"},
+    "curvature.product": {"closure", "data", "objective"},
+    "curvature": {"curvature.fisher", "curvature.gauss_newton", "curvature.hessian", "curvature.product"},
+    "precondition": {"closure", "curvature.gauss_newton", "distributed", "layer_rules", "objective", "parameters"},
+    "basis": {"distributed"},
+    "search": {"basis", "bfgs", "distributed", "report"},
+    "krylov": {"basis", "curvature", "data", "objective"},
+    "consistency": {"data", "objective", "sets"},
+    "ksd": {"basis", "data", "objective", "precondition", "report", "search", "sets"},
+    "optimizer": {
+        "closure",
+        "consistency",
+        "curvature",
+        "data",
+        "distributed",
+        "krylov",
+        "ksd",
+        "objective",
+        "parameters",
+        "precondition",
+        "report",
+        "search",
+        "sets",
+    },
+    "": {"data", "optimizer", "precondition", "report", "search"},
+}
+
+
+def modules() -> dict[str, Path]:
+    found = {}
+    for path in ROOT.rglob("*.py"):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def imports(path: Path, known: set[str]) -> tuple[set[str], set[str]]:
+    """Modules of the package, and others, that a file imports."""
+    own, others = set(), set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: absolute imports only"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        for name in names:
+            if name.split(".")[0] != "krylov_descent":
+                others.add(name)
+                continue
+            rest = name.removeprefix("krylov_descent.")
+            own.add(rest if rest in known else rest.rpartition(".")[0])
+    return own, others
+
+
+def test_arrows() -> None:
+    found = modules()
+    assert set(found) == set(ALLOWED)
+    order = list(ALLOWED)
+    for name, path in found.items():
+        own, _ = imports(path, set(found))
+        assert own == ALLOWED[name], name
+        assert all(order.index(other) < order.index(name) for other in own), name
+
+
+def test_only_torch_and_the_standard_library() -> None:
+    import sys
+
+    for path in modules().values():
+        _, others = imports(path, set())
+        roots = {name.split(".")[0] for name in others}
+        assert roots <= {*sys.stdlib_module_names, "torch"}, path
+
+
+def test_no_file_imports_torch_distributed_or_prints() -> None:
+    for name, path in modules().items():
+        _, others = imports(path, set())
+        assert not any(other.startswith("torch.distributed") for other in others), name
+        assert "print(" not in path.read_text(), name
+
+
+def test_files_stay_small() -> None:
+    for name, path in modules().items():
+        assert len(path.read_text().splitlines()) <= 300, name
