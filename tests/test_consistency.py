@@ -51,7 +51,7 @@ def test_noise_in_the_closure_is_found() -> None:
         z = model(batch[0] + 0.01 * torch.randn_like(batch[0]))
         return F.cross_entropy(z, batch[1]), z
 
-    with pytest.raises(ValueError, match="closure is random.*draw noise once"):
+    with pytest.raises(ValueError, match=r"closure is random.*draw noise once"):
         step(model, closure)
 
 
@@ -68,7 +68,7 @@ def test_batch_norm_moves_buffers_and_they_are_put_back() -> None:
 
 def test_batch_norm_without_buffers_is_found_by_halves() -> None:
     model = network(nn.BatchNorm1d(8, track_running_stats=False))
-    with pytest.raises(ValueError, match="not the weighted mean of its halves.*BatchNorm1d is in train mode"):
+    with pytest.raises(ValueError, match=r"not the weighted mean of its halves.*BatchNorm1d is in train mode"):
         step(model, cross_entropy(model))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 import json
 import math
 import pickle
@@ -116,7 +117,7 @@ def test_a_rise_is_undone_and_settled() -> None:
         losses.append(report.loss)
         undone += not report.accepted
     assert undone > 0
-    assert all(later <= earlier * (1 + 1e-6) for earlier, later in zip(losses, losses[1:], strict=False))
+    assert all(later <= earlier * (1 + 1e-6) for earlier, later in itertools.pairwise(losses))
     settlement = optimizer.settle(problem.closure, sets)
     final = problem.closure(problem.data)[0].item()
     assert float(settlement) == pytest.approx(final, rel=1e-5)
@@ -149,7 +150,7 @@ def test_paper_keeps_every_step() -> None:
     optimizer = KSD(problem.params, **{**krylov_descent.PAPER, "krylov_dim": 5})
     reports = [optimizer.step(problem.closure, sets) for _ in range(15)]
     assert all(report.accepted for report in reports)
-    assert any(b.loss > a.loss for a, b in zip(reports, reports[1:], strict=False))
+    assert any(b.loss > a.loss for a, b in itertools.pairwise(reports))
 
 
 def test_edited_parameters_are_not_rolled_back() -> None:
@@ -173,7 +174,7 @@ def test_fresh_gradient_set_is_compared_on_the_same_samples() -> None:
     sets = Subsets(problem.data, batch_size=20, fraction=0.1, gradient_fraction=0.1, seed=0)
     optimizer = KSD(problem.params, krylov_dim=5)
     reports = [optimizer.step(problem.closure, sets) for _ in range(15)]
-    rises = sum(b.loss > a.loss for a, b in zip(reports, reports[1:], strict=False))
+    rises = sum(b.loss > a.loss for a, b in itertools.pairwise(reports))
     assert rises >= 3
     assert sum(not r.accepted for r in reports) < rises
 
@@ -290,15 +291,18 @@ def _with(net: Network, f: Callable[[Tensor, Tensor], Any]) -> Any:
 
 
 def _dependent(net: Network) -> Any:
-    h = torch.tanh(net.model[0](net.x))  # type: ignore[index]
-    z = net.model[2](h)  # type: ignore[index]
+    h = torch.tanh(net.model[0](net.x))
+    z = net.model[2](h)
     return F.cross_entropy(z, net.y) + h.square().mean(), (h, z)
 
 
 @pytest.mark.parametrize(
     ("closure", "message"),
     [
-        (lambda net: net.loss(), r"returned only the loss.*return torch.nn.functional.cross_entropy\(logits, y\), logits"),
+        (
+            lambda net: net.loss(),
+            r"returned only the loss.*return torch.nn.functional.cross_entropy\(logits, y\), logits",
+        ),
         (_backward, r"called backward\(\)"),
         (lambda net: None, r"returned NoneType \(None\)"),
         (lambda net: 3.0, r"returned float \(3.0\)"),
@@ -440,7 +444,7 @@ def test_an_exception_of_the_closure_leaves_everything_as_it_was() -> None:
         calls = 0
 
         def failing(batch: Any, stop: int = stop) -> Any:
-            if calls + 1 == stop:
+            if calls + 1 == stop:  # noqa: B023 — the count is shared on purpose
                 raise KeyboardInterrupt
             return counted(batch)
 
