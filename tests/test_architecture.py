@@ -33,7 +33,7 @@ ALLOWED: dict[str, set[str]] = {
     "basis": {"distributed"},
     "search": {"basis", "bfgs", "distributed", "report"},
     "krylov": {"basis", "curvature", "data", "objective"},
-    "consistency": {"data", "objective", "sets"},
+    "consistency": {"closure", "data", "objective", "sets"},
     "ksd": {"basis", "data", "objective", "precondition", "report", "search", "sets"},
     "optimizer": {
         "closure",

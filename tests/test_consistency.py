@@ -104,6 +104,19 @@ def test_masked_mean_needs_its_weight() -> None:
     KSD(model.parameters(), krylov_dim=3).step(weighted, sets)
 
 
+def test_terms_that_bypass_the_outputs_are_warned_of() -> None:
+    model = network()
+
+    def closure(batch: Any) -> Any:
+        z = model(batch[0])
+        return F.cross_entropy(z, batch[1]) + 0.1 * sum(p.square().sum() for p in model.parameters()), z
+
+    with pytest.warns(UserWarning, match=r"\d+% of the gradient.*weight_decay"):
+        step(model, closure)
+    sets = Subsets(data(), batch_size=50, fraction=0.2, seed=0)
+    KSD(model.parameters(), krylov_dim=3, curvature="hessian").step(closure, sets)
+
+
 def test_full_batch_is_checked_without_halves() -> None:
     model = network(nn.BatchNorm1d(8, track_running_stats=False))
     x, y = data()

@@ -6,6 +6,7 @@ A closure that is not makes every product and every comparison of losses silentl
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -13,8 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from krylov_descent.closure import Evaluation, require_outputs
 from krylov_descent.data import Microbatch
-from krylov_descent.objective import FORWARD, Objective
+from krylov_descent.objective import FORWARD, PROBE, Objective
 from krylov_descent.sets import StepSets
 
 
@@ -51,8 +53,14 @@ class _Seen:
 _DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
-def check_consistency(objective: Objective, draw: StepSets) -> None:
+def check_consistency(objective: Objective, draw: StepSets, *, curvature_of_outputs: bool) -> None:
     """Compare a small batch with itself and with its two halves.
+
+    Args:
+        objective: with the closure to check.
+        draw: the sets of the first step.
+        curvature_of_outputs: whether only what passes through the outputs will have curvature (Gauss–Newton,
+            Fisher): then warn about the part of the gradient that does not.
 
     Raises:
         ValueError: naming the likely cause and the remedy.
@@ -64,6 +72,8 @@ def check_consistency(objective: Objective, draw: StepSets) -> None:
         objective.sample_gradients += FORWARD * first.samples
         whole = first.loss.item()
         again = _value(objective, batch)[0]
+        if curvature_of_outputs:
+            _warn_of_bypass(objective, first)
     moved = seen.moved()
     eps = torch.finfo(first.loss.dtype).eps
     if moved:
@@ -105,6 +115,32 @@ def check_consistency(objective: Objective, draw: StepSets) -> None:
         f"The loss of a batch is not the weighted mean of its halves' losses: {whole!r} against {mean!r}. "
         f"Most likely {likely}. Remedy: {remedy}."
     )
+
+
+def _warn_of_bypass(objective: Objective, evaluation: Evaluation) -> None:
+    """Compare ∂loss/∂θ with Jᵀ ∂loss/∂z, the part that the outputs z carry."""
+    loss, outputs, params = evaluation.loss, evaluation.outputs, objective.parameters.params
+    require_outputs(evaluation, "This curvature ('ggn' or 'fisher')")
+    both = torch.autograd.grad(loss, (*params, *outputs), retain_graph=True, allow_unused=True)
+    carried = [(z, d) for z, d in zip(outputs, both[len(params) :], strict=True) if d is not None]
+    if not carried:
+        return  # refused where the product is built
+    through = torch.autograd.grad(
+        [z for z, _ in carried], params, [d for _, d in carried], retain_graph=True, allow_unused=True
+    )
+    objective.sample_gradients += 2 * PROBE * evaluation.samples
+    g, rest = objective.parameters.zeros(), objective.parameters.zeros()
+    objective.parameters.accumulate(g, both[: len(params)], 1.0)
+    objective.parameters.accumulate(rest, through, -1.0)
+    rest += g
+    bypass, whole = float(rest.norm()), float(g.norm())
+    if bypass > torch.finfo(loss.dtype).eps ** 0.5 * whole:
+        warnings.warn(
+            f"{bypass / whole:.0%} of the gradient (by norm) does not pass through the outputs that the closure "
+            "returned, so that part of the loss has no curvature in the subspace. If a term of the loss was forgotten, "
+            "return its outputs too; for L2 regularisation use KSD(weight_decay=...); or use curvature='hessian'.",
+            stacklevel=5,
+        )
 
 
 def _value(objective: Objective, batch: Microbatch) -> tuple[float, float]:

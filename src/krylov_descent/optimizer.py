@@ -108,6 +108,7 @@ class KSD(Optimizer):
         if isinstance(seed, bool) or not isinstance(seed, int):
             raise ValueError(f"seed={seed!r}: must be a whole number.")
         self._krylov_dim = krylov_dim
+        self._curvature = curvature
         self._seed = seed
         self._settings = Settings(
             KrylovBuilder(CURVATURES[curvature], krylov_dim, memory_budget),
@@ -149,7 +150,9 @@ class KSD(Optimizer):
         with torch.enable_grad():
             objective, draw_sets = self._prepare(closure, sets, memory)
             if memory.iteration == 0:
-                check_consistency(objective, draw_sets(memory.search_growth))
+                check_consistency(
+                    objective, draw_sets(memory.search_growth), curvature_of_outputs=self._curvature != "hessian"
+                )
             report, memory = ksd_step(objective, draw_sets, memory, self._settings)
         self._store(objective.parameters, memory)
         return report
@@ -235,10 +238,9 @@ class KSD(Optimizer):
         )
 
     def _store(self, parameters: ParameterVector, memory: Memory) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                for key in ("d_prev", "accepted"):
-                    self.state[p].pop(key, None)
+        for state in self.state.values():
+            for key in ("d_prev", "accepted"):
+                state.pop(key, None)
         for key, vector in (("d_prev", memory.d_prev), ("accepted", memory.accepted)):
             if vector is not None:
                 for p, part in zip(parameters.params, parameters.unflatten(vector), strict=True):
@@ -255,4 +257,4 @@ class KSD(Optimizer):
         return {**super().__getstate__(), **{k: self.__dict__[k] for k in _KEPT}}
 
 
-_KEPT = ("_krylov_dim", "_seed", "_settings", "_comm")
+_KEPT = ("_krylov_dim", "_curvature", "_seed", "_settings", "_comm")
