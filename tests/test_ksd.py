@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import resource
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -326,21 +329,25 @@ def test_sample_gradients_are_counted_as_documented() -> None:
 
 
 def test_two_hundred_steps_leave_nothing_behind() -> None:
-    import gc
-
     def live() -> int:
         gc.collect()
         return sum(issubclass(type(o), Tensor) for o in gc.get_objects())
 
+    def resident_megabytes() -> float:
+        statm = Path("/proc/self/statm")
+        return int(statm.read_text().split()[1]) * resource.getpagesize() / 2**20 if statm.exists() else 0.0
+
     problem = problems.mlp(60)
     sets = Subsets(problem.data, batch_size=16, seed=0, fraction=0.3)
     optimizer = KSD(problem.params, krylov_dim=4, memory_budget=10_000)
-    counts = []
+    counts, memory = [], []
     for i in range(200):
         optimizer.step(problem.closure, sets)
-        if i in (9, 199):
+        if i in (49, 199):
             counts.append(live())
+            memory.append(resident_megabytes())
     assert counts[0] == counts[1]
+    assert memory[1] - memory[0] < 8, memory
 
 
 def test_float32_and_half_precision_descend() -> None:

@@ -168,6 +168,21 @@ def test_edited_parameters_are_not_rolled_back() -> None:
     assert report.loss > first.loss  # it stands where the user put it
 
 
+def test_a_changed_loss_is_not_taken_for_a_rise() -> None:
+    problem = problems.mlp(60)
+    sets = Subsets(problem.data, batch_size=30, fraction=0.3, seed=0)
+    optimizer = KSD(problem.params, krylov_dim=3)
+    first = optimizer.step(problem.closure, sets)
+
+    def shifted(batch: Any) -> Any:
+        loss, logits = problem.closure(batch)
+        return loss + 5, logits
+
+    report = optimizer.step(shifted, sets)
+    assert report.loss > first.loss
+    assert report.accepted
+
+
 def test_fresh_gradient_set_is_compared_on_the_same_samples() -> None:
     """A fresh A differs by chance; only a rise beyond the measured noise undoes a step."""
     problem = noisy_regression(2000)

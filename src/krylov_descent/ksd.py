@@ -3,8 +3,9 @@
 Letters: θ [P], g gradient on A, D preconditioner on A, V and H̄ from B, d = V̄a* the step found on C.
 
 Deviations from the paper:
-1. Acceptance (lines 3-4): the pass over A of the next step shows f(θ) at no cost. If the last step raised it, that
-   step is undone, d_prev dropped, and C doubled. The paper keeps every step; ``rollback=False`` is the paper's way.
+1. Acceptance (lines 3-4): the pass over A of the next step shows f(θ) at no cost. If the last step raised it, and a
+   forward pass at the point before confirms it, that step is undone, d_prev dropped, and C doubled. The paper keeps
+   every step; ``rollback=False`` is the paper's way.
 2. Line 1: without a previous step none is adjoined, unless the caller passes one (``previous="e1"``).
 3. A search that finds nothing better than a = 0 leaves θ alone and d_prev empty.
 """
@@ -220,14 +221,15 @@ def _raised(
     rounding = relative_noise(parameters.params[0].dtype) * abs(memory.accepted_loss)
     if losses.mean <= memory.accepted_loss + rounding:
         return False
-    if draw.covers_all:
-        return True
-    # A is a fresh subset: the two losses are of different samples. Compare on the same ones.
+    # Confirm on the same samples and with the same closure: A may be a fresh subset, and the user may have changed
+    # the loss itself (its weights, a weight decay) since the last step.
     parameters.write(memory.accepted)
     before = objective.value(draw.a)
     parameters.write(theta)
-    W = sum(losses.weights)
     rise = losses.mean - before.mean
+    if draw.covers_all or not math.isfinite(rise):
+        return rise > rounding
+    W = sum(losses.weights)
     scatter = sum(
         (w / W * (new - old - rise)) ** 2
         for w, new, old in zip(losses.weights, losses.losses, before.losses, strict=True)
