@@ -169,8 +169,8 @@ def test_edited_parameters_are_not_rolled_back() -> None:
 
 
 def test_a_changed_loss_is_not_taken_for_a_rise() -> None:
-    problem = problems.mlp(60)
-    sets = Subsets(problem.data, batch_size=30, fraction=0.3, seed=0)
+    problem = noisy_regression(2000)
+    sets = Subsets(problem.data, batch_size=500, fraction=0.5, seed=0)
     optimizer = KSD(problem.params, krylov_dim=3)
     first = optimizer.step(problem.closure, sets)
 
