@@ -1,11 +1,14 @@
-"""Convergence at equal cost, in gradients over the data set: `python -m tests.convergence {curves,floors} [budget]`.
+"""Convergence at equal cost, counted in gradients over the data set: `python -m tests.convergence {curves,floors}`.
 
-``curves``: KSD and its variants against torch's L-BFGS on the deep CURVES autoencoder, float32.
-``floors``: the eigenvalue floor of the search on a regression and a PINN in float64.
+``curves``: KSD and its variants against torch's L-BFGS and Adam on the deep CURVES autoencoder, float32.
+``floors``: the floors of the search and of D on a regression and a PINN in float64, L-BFGS beside them.
 """
 
 from __future__ import annotations
 
+import argparse
+import functools
+import itertools
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +23,7 @@ SIZES = (784, 400, 200, 100, 50, 25, 6)
 SEEDS = (0, 1, 2)
 
 
-def ksd(images: Tensor, seed: int, budget: float, **settings: Any) -> float:
+def ksd(images: Tensor, seed: int, *, budget: float, **settings: Any) -> float:
     """Loss on all images after ``budget`` gradients over them."""
     model = autoencoder(SIZES, seed)
     optimizer = KSD(model.parameters(), **settings)
@@ -38,9 +41,29 @@ def ksd(images: Tensor, seed: int, budget: float, **settings: Any) -> float:
     return loss
 
 
-def lbfgs(images: Tensor, seed: int, budget: int, history: int) -> float:
+def lbfgs(images: Tensor, seed: int, *, budget: int, history: int) -> float:
     """Lowest loss among ``budget`` evaluations of torch's L-BFGS with its strong-Wolfe search."""
     model = autoencoder(SIZES, seed)
+    return lbfgs_loss(model, lambda: cross_entropy(model(images), images), budget, history)
+
+
+def adam(images: Tensor, seed: int, *, budget: int, batch_size: int, lr: float) -> float:
+    """Loss on all images after ``budget`` epochs of fused Adam with a cosine schedule that ends there."""
+    model = autoencoder(SIZES, seed)
+    optimizer = torch.optim.Adam(model.parameters(), lr=lr, fused=True)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, budget * len(images) // batch_size)
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(budget):
+        for chosen in torch.split(torch.randperm(len(images), generator=generator), batch_size):
+            optimizer.zero_grad()
+            cross_entropy(model(images[chosen]), images[chosen]).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            scheduler.step()
+    with torch.no_grad():
+        return cross_entropy(model(images), images).item()
+
+
+def lbfgs_loss(model: nn.Module, loss_of: Callable[[], Tensor], budget: int, history: int) -> float:
     optimizer = torch.optim.LBFGS(
         model.parameters(),
         max_iter=budget,
@@ -54,7 +77,7 @@ def lbfgs(images: Tensor, seed: int, budget: int, history: int) -> float:
 
     def closure() -> float:
         optimizer.zero_grad()
-        loss = cross_entropy(model(images), images)
+        loss = loss_of()
         loss.backward()  # type: ignore[no-untyped-call]
         seen.append(loss.item())
         return seen[-1]
@@ -86,7 +109,7 @@ def float64_problem(name: str, seed: int) -> tuple[nn.Module, Callable[[], tuple
     return model, {"regression": regression, "pinn": pinn}[name]
 
 
-def float64_loss(name: str, seed: int, budget: float, **settings: Any) -> float:
+def float64_loss(name: str, seed: int, *, budget: float, **settings: Any) -> float:
     model, closure = float64_problem(name, seed)
     optimizer = KSD(model.parameters(), **settings)
     spent = 0.0
@@ -96,38 +119,75 @@ def float64_loss(name: str, seed: int, budget: float, **settings: Any) -> float:
     return report.search_loss_after
 
 
-def row(name: str, losses: list[float]) -> None:
-    sys.stdout.write(f"| {name} | " + " | ".join(f"{x:.4g}" for x in losses) + " |\n")
-    sys.stdout.flush()
+def float64_lbfgs(name: str, seed: int, *, budget: int, history: int) -> float:
+    model, closure = float64_problem(name, seed)
+    return lbfgs_loss(model, lambda: closure()[0], budget, history)
 
 
-def main(study: str, budget: int) -> None:
+def curves_rows(images: Tensor, budget: int) -> dict[str, Callable[[int], float]]:
+    """Name → seed → loss."""
+    variants: dict[str, dict[str, Any]] = {
+        "KSD": {},
+        "KSD(previous=None)": {"previous": None},
+        "KSD(**PAPER)": PAPER,
+        "KSD(preconditioner=Fisher(floor=1e-4))": {"preconditioner": Fisher(floor=1e-4)},
+        "KSD(preconditioner=Fisher(floor=1e-3))": {"preconditioner": Fisher(floor=1e-3)},
+        "KSD(preconditioner=Fisher(floor=1e-1))": {"preconditioner": Fisher(floor=1e-1)},
+        "KSD(preconditioner=None)": {"preconditioner": None},
+        "KSD(search=Search(tolerance=1e-4))": {"search": Search(tolerance=1e-4)},
+        "KSD(search=Search(floor=1e-5))": {"search": Search(floor=1e-5)},
+        "KSD(curvature='hessian')": {"curvature": "hessian"},
+        "KSD(curvature='fisher')": {"curvature": "fisher"},
+    }
+    rows: dict[str, Callable[[int], float]] = {
+        name: functools.partial(ksd, images, budget=budget, **settings) for name, settings in variants.items()
+    }
+    for history in (10, 100):
+        rows[f"L-BFGS, history {history}"] = functools.partial(lbfgs, images, budget=budget, history=history)
+    for batch_size, lr in itertools.product((50, 200), (3e-4, 1e-3, 3e-3)):
+        rows[f"Adam, batch {batch_size}, lr {lr:g}"] = functools.partial(
+            adam, images, budget=budget, batch_size=batch_size, lr=lr
+        )
+    return rows
+
+
+def floors_rows(budget: int) -> dict[str, Callable[[int], float]]:
+    """Name → seed → loss."""
+    rows: dict[str, Callable[[int], float]] = {}
+    for name in ("regression", "pinn"):
+        rows[f"{name}, KSD"] = functools.partial(float64_loss, name, budget=budget)
+        for floor in (1e-4, 1e-6, 1e-10):
+            rows[f"{name}, KSD(search=Search(floor={floor:g}))"] = functools.partial(
+                float64_loss, name, budget=budget, search=Search(floor=floor)
+            )
+        for label, preconditioner in (("Fisher(floor=1e-4)", Fisher(floor=1e-4)), ("None", None)):
+            rows[f"{name}, KSD(preconditioner={label})"] = functools.partial(
+                float64_loss, name, budget=budget, preconditioner=preconditioner
+            )
+        for history in (10, 100):
+            rows[f"{name}, L-BFGS, history {history}"] = functools.partial(
+                float64_lbfgs, name, budget=budget, history=history
+            )
+    return rows
+
+
+def main() -> None:
     """Write a table, a row per method and a column per seed."""
-    if study == "curves":
-        images = curves(2000, seed=0)
-        row("L-BFGS, history 10", [lbfgs(images, s, budget, 10) for s in SEEDS])
-        row("L-BFGS, history 100", [lbfgs(images, s, budget, 100) for s in SEEDS])
-        variants: dict[str, dict[str, Any]] = {
-            "KSD": {},
-            "KSD, previous=None": {"previous": None},
-            "KSD, PAPER": PAPER,
-            "KSD, Fisher(floor=1e-4)": {"preconditioner": Fisher(floor=1e-4)},
-            "KSD, Fisher(floor=1e-3)": {"preconditioner": Fisher(floor=1e-3)},
-            "KSD, Fisher(floor=1e-1)": {"preconditioner": Fisher(floor=1e-1)},
-            "KSD, preconditioner=None": {"preconditioner": None},
-            "KSD, Search(tolerance=1e-4)": {"search": Search(tolerance=1e-4)},
-            "KSD, Search(floor=1e-5)": {"search": Search(floor=1e-5)},
-            "KSD, curvature='hessian'": {"curvature": "hessian"},
-        }
-        for name, settings in variants.items():
-            row(name, [ksd(images, s, budget, **settings) for s in SEEDS])
-        return
-    for problem in ("regression", "pinn"):
-        for floor in (1e-4, 1e-6, None, 1e-10):
-            losses = [float64_loss(problem, s, budget, search=Search(floor=floor)) for s in SEEDS]
-            row(f"{problem}, Search(floor={floor})", losses)
-        row(f"{problem}, preconditioner=None", [float64_loss(problem, s, budget, preconditioner=None) for s in SEEDS])
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("study", choices=("curves", "floors"))
+    parser.add_argument("--budget", type=int, help="gradients over the data set (curves: 100, floors: 2500)")
+    parser.add_argument("--seeds", type=int, default=len(SEEDS))
+    parser.add_argument("--rows", default="", help="only rows whose name contains this")
+    arguments = parser.parse_args()
+    if arguments.study == "curves":
+        rows = curves_rows(curves(2000, seed=0), arguments.budget or 100)
+    else:
+        rows = floors_rows(arguments.budget or 2500)
+    for name, run in rows.items():
+        if arguments.rows in name:
+            sys.stdout.write(f"| `{name}` | " + " | ".join(f"{run(s):.4g}" for s in range(arguments.seeds)) + " |\n")
+            sys.stdout.flush()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else {"curves": 100, "floors": 2500}[sys.argv[1]])
+    main()
