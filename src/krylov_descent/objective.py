@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -105,21 +105,9 @@ class Objective:
         total = self.parameters.zeros()
         losses, weights = [], []
         for batch in batches:
-            if statistics is None:
-                evaluation = self.evaluate(batch)
-                gradient = self._differentiate(evaluation)
-            else:
-                with statistics.watch():
-                    evaluation = self.evaluate(batch)
-                wanted = statistics.wanted(evaluation)
-                both = self._differentiate(evaluation, wanted)
-                gradient, rest = both[: len(both) - len(wanted)], both[len(both) - len(wanted) :]
-                self.sample_gradients += evaluation.samples * statistics.collect(evaluation, gradient, rest)
-            if evaluation.weight > 0:
-                self.parameters.accumulate(total, gradient, evaluation.weight)
-            losses.append(evaluation.loss.detach())
-            weights.append(evaluation.weight)
-            self.sample_gradients += GRADIENT * evaluation.samples
+            loss, weight = self._add_gradient(batch, statistics, total)
+            losses.append(loss)
+            weights.append(weight)
         mean = self._mean(losses, weights)
         g = self.comm.reduce_scatter(total).div_(self.total_weight(weights))
         if self.parameters.decays:
@@ -128,6 +116,21 @@ class Objective:
             self.parameters.add_decay(decay, self.parameters.read())
             g += self.comm.shard(decay)
         return mean, g
+
+    def _add_gradient(self, batch: Microbatch, statistics: Statistics | None, total: Tensor) -> tuple[Tensor, float]:
+        """Add one micro-batch's weighted gradient; its graph dies with this call, before the next is built."""
+        with nullcontext() if statistics is None else statistics.watch():
+            evaluation = self.evaluate(batch)
+        wanted = () if statistics is None else statistics.wanted(evaluation)
+        both = self._differentiate(evaluation, wanted)
+        gradient = both[: len(self.parameters.params)]
+        if statistics is not None:
+            extra = statistics.collect(evaluation, gradient, both[len(gradient) :])
+            self.sample_gradients += extra * evaluation.samples
+        if evaluation.weight > 0:
+            self.parameters.accumulate(total, gradient, evaluation.weight)
+        self.sample_gradients += GRADIENT * evaluation.samples
+        return evaluation.loss.detach(), evaluation.weight
 
     def total_weight(self, weights: Sequence[float]) -> float:
         """W over all ranks.

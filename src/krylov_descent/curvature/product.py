@@ -96,6 +96,7 @@ class CurvatureProduct:
             self._objective.sample_gradients += self._kind.product_cost * n
             weights.append(weight)
             samples += n
+            del graph  # before the next is rebuilt
         all_samples = float(comm.sum(torch.tensor(float(samples), dtype=torch.float64)))
         w = comm.reduce_scatter(total).mul_(self._kind.norm(self._objective.total_weight(weights), all_samples))
         if parameters.decays:
