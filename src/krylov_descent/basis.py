@@ -77,8 +77,8 @@ def krylov_basis(
     if d_prev is not None:
         basis.append(d_prev)  # line 8, and k = K+1
     if basis.m == 0:
-        # Not even D⁻¹g has a finite product: search along it as if the curvature were one.
-        basis.normalise(precondition(g))
+        # Not even D⁻¹g has a finite product: search along g, which is finite, as if the curvature were one.
+        basis.normalise(g)
         basis.H[0, 0] = 1.0
         basis.m = krylov_dim = 1
     return basis.subspace(krylov_dim)
@@ -90,7 +90,7 @@ class _Basis:
     def __init__(self, V: Tensor, product: Callable[[Tensor], Tensor], comm: Comm) -> None:
         self.V = V
         self.m = 0
-        self.H = torch.zeros(V.shape[0], V.shape[0], dtype=torch.float64)
+        self.H = torch.zeros(V.shape[0], V.shape[0], dtype=torch.float64, device="cpu")
         self._product = product
         self._comm = comm
         self._finite = True
@@ -135,7 +135,7 @@ class _Basis:
         """What was built, with its orthogonality measured."""
         V = self.V[: self.m]
         gram = self._comm.sum(V @ V.T).to("cpu", torch.float64)
-        error = float((gram - torch.eye(self.m, dtype=torch.float64)).abs().max())
+        error = float((gram - torch.eye(self.m, dtype=torch.float64, device="cpu")).abs().max())
         return Subspace(V, self.H[: self.m, : self.m].clone(), krylov_dim, error, finite=self._finite)
 
     def _length(self, x: Tensor) -> float:

@@ -194,7 +194,7 @@ def bfgs(
     if start is None and max_evaluations < 1:
         raise ValueError("max_evaluations must be at least 1 where start is not given")
     x0 = x0.detach().to(torch.float64, copy=True)
-    identity, phi = torch.eye(x0.numel(), dtype=torch.float64), _Objective(fun, x0, max_evaluations)
+    identity, phi = torch.eye(x0.numel(), dtype=torch.float64, device=x0.device), _Objective(fun, x0, max_evaluations)
     if start is None:
         phi.calls, start = 1, fun(x0)
     here = phi.take(x0, 0.0, torch.zeros_like(x0), *start)

@@ -53,6 +53,8 @@ def evaluate(closure: BatchClosure, batch: Microbatch) -> Evaluation:
     if not 1 <= len(returned) <= 3 or not isinstance(returned[0], Tensor):
         raise ValueError(f"The closure returned {_describe(result)}. {_REMEDY}")
     loss = returned[0]
+    if loss.numel() != 1 and len(returned) > 1 and isinstance(returned[1], Tensor) and returned[1].numel() == 1:
+        raise ValueError(f"The closure seems to return outputs, loss; the loss comes first. {_REMEDY}")
     if loss.numel() != 1 or not loss.dtype.is_floating_point:
         raise ValueError(
             f"The closure's loss must be one real number; got shape {tuple(loss.shape)}, dtype {loss.dtype}. "
@@ -215,7 +217,9 @@ def row_scaled(z: Tensor, s: Tensor) -> Tensor:
 def row_dots(x: Tensor, y: Tensor) -> Tensor:
     """[rows]: the inner product of row i of x with row i of y."""
     product = x * y
-    return product.reshape(1 if product.ndim == 0 else product.shape[0], -1).sum(1)
+    if product.ndim < 2:
+        return product.reshape(-1)
+    return product.flatten(1).sum(1)
 
 
 def no_inference_mode() -> None:

@@ -38,7 +38,7 @@ class _Seen:
         """Which buffers changed; all are put back."""
         names = []
         for module, name, buffer, before in self.buffers:
-            if module._buffers.get(name) is not buffer or not torch.equal(buffer, before):
+            if module._buffers.get(name) is not buffer or not _same(buffer, before):
                 names.append(f"{type(module).__name__}.{name}")
                 with torch.no_grad():
                     buffer.copy_(before)
@@ -48,6 +48,11 @@ class _Seen:
     def training(self, *kinds: type[nn.Module]) -> list[str]:
         """Names of the modules of these kinds that ran in train mode."""
         return sorted({type(m).__name__ for m in self.modules.values() if isinstance(m, kinds) and m.training})
+
+
+def _same(x: Tensor, y: Tensor) -> bool:
+    """Equal bits, as far as a comparison tells: NaN equals NaN."""
+    return bool(((x == y) | ((x != x) & (y != y))).all())
 
 
 _DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
@@ -72,7 +77,7 @@ def check_consistency(objective: Objective, draw: StepSets, *, curvature_of_outp
         objective.sample_gradients += FORWARD * first.samples
         whole = first.loss.item()
         again = _value(objective, batch)[0]
-        if curvature_of_outputs:
+        if curvature_of_outputs and first.weight > 0:
             _warn_of_bypass(objective, first)
     moved = seen.moved()
     eps = torch.finfo(first.loss.dtype).eps
@@ -82,10 +87,10 @@ def check_consistency(objective: Objective, draw: StepSets, *, curvature_of_outp
             "evaluations of a step are of the same function. Call model.eval() before training with KSD "
             "(BatchNorm then uses its running statistics), or use GroupNorm or LayerNorm."
         )
-    if not math.isfinite(whole):
-        return  # the pass over A reports it
+    if first.weight == 0 or not math.isfinite(whole):
+        return  # nothing to compare; the pass over A reports what is not finite
     # The same sums in the same order: what may differ is the order of atomic additions on a GPU.
-    if not _close(whole, again, 64 * eps):
+    if abs(whole - again) > 64 * eps * abs(whole):
         dropout = seen.training(*_DROPOUT, nn.RNNBase, nn.MultiheadAttention)
         cause = f" Dropout is active in {', '.join(dropout)}: call model.eval(), or set p = 0." if dropout else ""
         raise ValueError(
@@ -96,21 +101,23 @@ def check_consistency(objective: Objective, draw: StepSets, *, curvature_of_outp
         return
     parts = [_value(objective, half) for half in probe[1:]]
     weight = sum(w for _, w in parts)
-    if weight == 0:
-        return
     mean = sum(w * f for f, w in parts if w > 0) / weight
-    tolerance = math.sqrt(eps)  # other sums; what is looked for is far larger
-    if _close(whole, mean, tolerance):
+    # Other sums, so with other rounding; what is looked for is far larger.
+    tolerance = math.sqrt(eps) * max(abs(f) for f in (whole, *(f for f, w in parts if w > 0)))
+    if abs(whole - mean) <= tolerance:
         return
     likely = "samples influence each other's loss (batch statistics, a contrastive loss, in-batch negatives)"
     remedy = "write the loss as a mean of terms of one sample each"
     norms = seen.training(nn.modules.batchnorm._NormBase)
     if norms:
         likely, remedy = f"{', '.join(norms)} is in train mode", "call model.eval() before training with KSD"
-    elif _close(whole, sum(f for f, _ in parts), tolerance):
+    elif abs(whole - sum(f for f, _ in parts)) <= tolerance:
         likely, remedy = "the loss is a sum (reduction='sum')", "use reduction='mean'"
     elif first.weight == first.samples:
-        remedy += "; if it masks some terms, return the number that count as a third value: loss, outputs, mask.sum()"
+        remedy += (
+            "; if it masks or weights terms, return the weight of its mean as a third value: "
+            "loss, outputs, mask.sum(), or class_weights[y].sum()"
+        )
     raise ValueError(
         f"The loss of a batch is not the weighted mean of its halves' losses: {whole!r} against {mean!r}. "
         f"Most likely {likely}. Remedy: {remedy}."
@@ -144,12 +151,8 @@ def _warn_of_bypass(objective: Objective, evaluation: Evaluation) -> None:
 
 
 def _value(objective: Objective, batch: Microbatch) -> tuple[float, float]:
-    losses = objective.value([batch])
-    return losses.losses[0], losses.weights[0]
-
-
-def _close(x: float, y: float, tolerance: float) -> bool:
-    return abs(x - y) <= tolerance * max(abs(x), abs(y))
+    loss, weight = objective.loss_and_weight(batch)
+    return loss.item(), weight
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from krylov_descent.loading import Device, Indices, Source, source_of
 from krylov_descent.permutation import permute
 
 _PROBE_SAMPLES = 64
+_PARTS = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,6 +190,12 @@ class Draw:
     def a(self) -> Iterable[Microbatch]:
         """The micro-batches of A; every iteration loads them anew and may be interleaved with others."""
         return _Stream(self._source, self._a)
+
+    @property
+    def a_in_parts(self) -> Iterable[Microbatch]:
+        """A in at least 16 micro-batches, samples permitting: enough to measure how a loss scatters over them."""
+        size = min(self._a.batch_size, -(-self._a.size // _PARTS))
+        return _Stream(self._source, dataclasses.replace(self._a, batch_size=size))
 
     @functools.cached_property
     def b(self) -> Sequence[Microbatch]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,7 +34,13 @@ class KrylovBuilder:
     ) -> Subspace:
         """Algorithm 2 with H on ``batches``; at most as many Krylov vectors as there are parameters."""
         K = min(self.krylov_dim, objective.parameters.numel)
-        if self._V is None or self._V.shape != (K + 1, len(g)) or self._V.dtype != g.dtype:
-            self._V = torch.empty(K + 1, len(g), dtype=g.dtype, device=g.device)
+        V = self._V
+        if V is None or V.shape != (K + 1, len(g)) or V.dtype != g.dtype or V.device != g.device:
+            self._V = V = None  # free the old one first
+            self._V = V = torch.empty(K + 1, len(g), dtype=g.dtype, device=g.device)
         product = CurvatureProduct(self.kind, objective, batches, self.memory_budget)
-        return krylov_basis(product, precondition, g, d_prev, K, self._V, objective.comm)
+        return krylov_basis(product, precondition, g, d_prev, K, V, objective.comm)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy of an optimizer needs no copy of its workspace.
+        return {**self.__dict__, "_V": None}

@@ -21,6 +21,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from krylov_descent.acceptance import better_before
 from krylov_descent.basis import Subspace
 from krylov_descent.data import Microbatch
 from krylov_descent.objective import BatchLosses, Objective, relative_noise
@@ -108,11 +109,11 @@ def _step(
     draw = draw_sets(memory.search_growth)  # line 3
     losses, g, precondition = _pass_over_A(objective, draw, settings, memory, attempt=0)  # lines 4-5
     accepted = True
-    if settings.rollback and _raised(objective, draw, memory, losses, g, theta):
+    if settings.rollback and _undoing(objective, draw, memory, losses, g, theta) is not None:
         assert memory.accepted is not None
         accepted = False
         theta = memory.accepted
-        memory = replace(memory, d_prev=None, accepted=None, search_growth=memory.search_growth + 1)
+        memory = _undone(memory)
         parameters.write(theta)
         draw = draw_sets(memory.search_growth)
         losses, g, precondition = _pass_over_A(objective, draw, settings, memory, attempt=1)
@@ -188,12 +189,28 @@ def settle(objective: Objective, draw: StepSets, memory: Memory) -> tuple[Settle
     """Judge the last step of a run as the next step would have: by f on A, here with forward passes."""
     theta = objective.parameters.read()
     losses = objective.value(draw.a)
-    if not _raised(objective, draw, memory, losses, None, theta):
+    earlier = _undoing(objective, draw, memory, losses, None, theta)
+    if earlier is None:
         return Settlement(losses.mean, accepted=True), memory
     assert memory.accepted is not None
     objective.parameters.write(memory.accepted)
-    undone = replace(memory, d_prev=None, accepted=None, search_growth=memory.search_growth + 1)
-    return Settlement(memory.accepted_loss, accepted=False), undone
+    return Settlement(earlier, accepted=False), _undone(memory)
+
+
+def _undoing(
+    objective: Objective, draw: StepSets, memory: Memory, losses: BatchLosses, g: Tensor | None, theta: Tensor
+) -> float | None:
+    """F on A before the last step, if that step is to be undone."""
+    if memory.accepted is None or memory.d_prev is None:
+        return None
+    if not torch.equal(theta, objective.parameters.rounded(memory.accepted + memory.d_prev)):
+        return None  # edited since the last step: its outcome is not ours to judge
+    finite = math.isfinite(losses.mean) and (g is None or math.isfinite(_norm(g, objective)))
+    return better_before(objective, draw, theta, losses if finite else None, memory.accepted, memory.accepted_loss)
+
+
+def _undone(memory: Memory) -> Memory:
+    return replace(memory, d_prev=None, accepted=None, search_growth=memory.search_growth + 1)
 
 
 def _pass_over_A(
@@ -204,38 +221,7 @@ def _pass_over_A(
         return losses, g, None
     statistics = settings.preconditioner.start(objective.parameters, memory.seed, memory.iteration, attempt)
     losses, g = objective.value_and_gradient(draw.a, statistics)
-    return losses, g, statistics.solver(objective.total_weight(losses.weights), objective.comm)
-
-
-def _raised(
-    objective: Objective, draw: StepSets, memory: Memory, losses: BatchLosses, g: Tensor | None, theta: Tensor
-) -> bool:
-    """Whether the last step raised f on A, beyond noise; False if that cannot be told."""
-    parameters = objective.parameters
-    if memory.accepted is None or memory.d_prev is None:
-        return False
-    if not torch.equal(theta, parameters.rounded(memory.accepted + memory.d_prev)):
-        return False  # edited since the last step: its outcome is not ours to judge
-    if not math.isfinite(losses.mean) or (g is not None and not math.isfinite(_norm(g, objective))):
-        return True
-    rounding = relative_noise(parameters.params[0].dtype) * abs(memory.accepted_loss)
-    if losses.mean <= memory.accepted_loss + rounding:
-        return False
-    # Confirm on the same samples and with the same closure: A may be a fresh subset, and the user may have changed
-    # the loss itself (its weights, a weight decay) since the last step.
-    parameters.write(memory.accepted)
-    before = objective.value(draw.a)
-    parameters.write(theta)
-    rise = losses.mean - before.mean
-    if draw.covers_all or not math.isfinite(rise):
-        return rise > rounding
-    W = sum(losses.weights)
-    scatter = sum(
-        (w / W * (new - old - rise)) ** 2
-        for w, new, old in zip(losses.weights, losses.losses, before.losses, strict=True)
-        if w > 0
-    )
-    return rise > max(rounding, 2 * math.sqrt(scatter))
+    return losses, g, statistics.solver(objective.comm)
 
 
 def _norm(g: Tensor, objective: Objective) -> float:

@@ -83,20 +83,29 @@ class Objective:
             evaluation = closures.evaluate(self._closure, batch)
         finally:
             watch.check()
-        closures.require_graph(evaluation)
-        self._watched = True
+        if evaluation.weight > 0:  # a batch whose every term is masked tells nothing
+            closures.require_graph(evaluation)
+            self._watched = True
         return evaluation
 
     def value(self, batches: Iterable[Microbatch]) -> BatchLosses:
         """F by forward passes only."""
-        losses, weights = [], []
-        with self.parameters.frozen(), same_path_as_with_gradients():
-            for batch in batches:
+        pairs = [self.loss_and_weight(batch) for batch in batches]
+        return self._mean([loss for loss, _ in pairs], [weight for _, weight in pairs])
+
+    def loss_and_weight(self, batch: Microbatch) -> tuple[Tensor, float]:
+        """The mean loss of one micro-batch and its weight, by a forward pass."""
+        with same_path_as_with_gradients():
+            try:
+                with self.parameters.frozen():
+                    evaluation = closures.evaluate(self._closure, batch)
+            except RuntimeError as error:
+                if "does not require grad" not in str(error):
+                    raise
+                # The closure differentiates with respect to the parameters (a gradient penalty).
                 evaluation = closures.evaluate(self._closure, batch)
-                losses.append(evaluation.loss.detach())
-                weights.append(evaluation.weight)
-                self.sample_gradients += FORWARD * evaluation.samples
-        return self._mean(losses, weights)
+        self.sample_gradients += FORWARD * evaluation.samples
+        return evaluation.loss.detach(), evaluation.weight
 
     def value_and_gradient(
         self, batches: Iterable[Microbatch], statistics: Statistics | None = None
@@ -138,7 +147,7 @@ class Objective:
         Raises:
             ValueError: every weight is zero.
         """
-        total = float(self.comm.sum(torch.tensor(math.fsum(weights), dtype=torch.float64)))
+        total = float(self.comm.sum(torch.tensor(math.fsum(weights), dtype=torch.float64, device="cpu")))
         if total <= 0:
             raise ValueError(
                 "The weights that the closure returned for a whole sample set sum to 0: every term is masked. "
@@ -148,12 +157,18 @@ class Objective:
 
     def _differentiate(self, evaluation: Evaluation, wanted: Sequence[Tensor] = ()) -> tuple[Tensor | None, ...]:
         inputs = (*self.parameters.params, *wanted)
-        if not evaluation.loss.requires_grad:  # a micro-batch whose every term is masked
+        if evaluation.weight == 0:  # a micro-batch whose every term is masked may have no graph at all
             return (None,) * len(inputs)
         gradients: tuple[Tensor | None, ...] = torch.autograd.grad(
             evaluation.loss, inputs, allow_unused=True, retain_graph=bool(wanted)
         )
-        for g in gradients[: len(self.parameters.params)]:
+        of_parameters = gradients[: len(self.parameters.params)]
+        if all(g is None for g in of_parameters):
+            raise ValueError(
+                "The closure's loss depends on none of the parameters given to KSD, though on others: the model was "
+                "rebuilt or copied after the optimizer was made, or KSD got another model's parameters."
+            )
+        for g in of_parameters:
             if g is not None and g.layout != torch.strided:
                 raise ValueError(
                     f"A parameter's gradient is sparse ({g.layout}); KSD needs dense ones. "
@@ -165,7 +180,7 @@ class Objective:
         values = torch.stack(list(losses)).double().tolist() if losses else []
         # A micro-batch of weight 0 has no terms; its mean, 0/0, must not spoil the sum.
         products = [w * x for w, x in zip(weights, values, strict=True) if w > 0]
-        weighted = self.comm.sum(torch.tensor(sum(products), dtype=torch.float64))
+        weighted = self.comm.sum(torch.tensor(math.fsum(products), dtype=torch.float64, device="cpu"))
         mean = float(weighted) / self.total_weight(weights) + self.parameters.decay_value()
         return BatchLosses(tuple(values), tuple(weights), mean)
 

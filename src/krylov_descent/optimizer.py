@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import operator
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -91,22 +92,22 @@ class KSD(Optimizer):
         memory_budget: int | None = None,
         seed: int = 0,
     ) -> None:
-        if isinstance(krylov_dim, bool) or not isinstance(krylov_dim, int) or krylov_dim < 1:
+        krylov_dim = _whole("krylov_dim", krylov_dim)
+        if krylov_dim < 1:
             raise ValueError(f"krylov_dim={krylov_dim!r}: must be a whole number ≥ 1; the paper's is 20.")
         if curvature not in CURVATURES:
             raise ValueError(f"curvature={curvature!r}: must be one of {sorted(CURVATURES)}.")
         if preconditioner == "fisher":
             preconditioner = Fisher()
-        if preconditioner is not None and not hasattr(preconditioner, "start"):
+        if isinstance(preconditioner, type) or (preconditioner is not None and not hasattr(preconditioner, "start")):
             raise ValueError(f"preconditioner={preconditioner!r}: must be 'fisher', Fisher(...) or None.")
         if previous not in ("step", "e1", None):
             raise ValueError(f"previous={previous!r}: must be 'step', 'e1' or None.")
         if not isinstance(search, Search):
             raise ValueError(f"search={search!r}: must be a krylov_descent.Search(...).")
-        if memory_budget is not None and memory_budget < 0:
+        if memory_budget is not None and _whole("memory_budget", memory_budget) < 0:
             raise ValueError(f"memory_budget={memory_budget}: must be a number of bytes ≥ 0, or None for no limit.")
-        if isinstance(seed, bool) or not isinstance(seed, int):
-            raise ValueError(f"seed={seed!r}: must be a whole number.")
+        seed = _whole("seed", seed)
         self._krylov_dim = krylov_dim
         self._curvature = curvature
         self._seed = seed
@@ -136,7 +137,8 @@ class KSD(Optimizer):
         Args:
             closure: with ``sets`` called as ``closure(batch)``, otherwise as ``closure()``. Returns the mean loss
                 and what it is convex in (a tensor or a tuple, list or dict of tensors), and optionally the weight
-                of that mean. Does not call ``backward``. With ``curvature="hessian"`` the loss alone will do.
+                of that mean. Does not call ``backward``. With ``curvature="hessian"`` the loss alone will do. An
+                autocast belongs inside the closure; one around ``step`` is switched off.
             sets: draws A, B and C. Without, A = B = C = whatever the closure evaluates.
 
         Returns:
@@ -147,7 +149,7 @@ class KSD(Optimizer):
         """
         no_inference_mode()
         memory = self._remember()
-        with torch.enable_grad():
+        with torch.enable_grad(), self._full_precision():
             objective, draw_sets = self._prepare(closure, sets, memory)
             if memory.iteration == 0:
                 check_consistency(
@@ -178,12 +180,20 @@ class KSD(Optimizer):
         """
         no_inference_mode()
         memory = self._remember()
-        with torch.enable_grad():
+        with torch.enable_grad(), self._full_precision():
             objective, draw_sets = self._prepare(closure, sets, memory)
             settlement, settled = settle(objective, draw_sets(memory.search_growth), memory)
         if not settlement.accepted:
             self._store(objective.parameters, settled)
         return settlement
+
+    def _full_precision(self) -> torch.autocast:
+        """No autocast from outside: its casts are not for V and H̄, and it caches weights that a step changes."""
+        return torch.autocast(self._first_parameter().device.type, enabled=False)
+
+    def _first_parameter(self) -> Tensor:
+        first: Tensor = next(p for group in self.param_groups for p in group["params"])
+        return first
 
     def _prepare(
         self, closure: Callable[..., Any], sets: Subsets | None, memory: Memory
@@ -216,7 +226,7 @@ class KSD(Optimizer):
     # L-BFGS. All of it survives state_dict → torch.save → torch.load(weights_only=True) → load_state_dict.
 
     def _remember(self) -> Memory:
-        numbers = self.state.get(self.param_groups[0]["params"][0], {})
+        numbers = self.state.get(self._first_parameter(), {})
         parameters = ParameterVector(self.param_groups)
         return Memory(
             iteration=int(numbers.get("iteration", 0)),
@@ -245,7 +255,7 @@ class KSD(Optimizer):
             if vector is not None:
                 for p, part in zip(parameters.params, parameters.unflatten(vector), strict=True):
                     self.state[p][key] = part
-        self.state[self.param_groups[0]["params"][0]].update(
+        self.state[self._first_parameter()].update(
             iteration=memory.iteration,
             seed=memory.seed,
             accepted_loss=memory.accepted_loss,
@@ -255,6 +265,15 @@ class KSD(Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         # torch's own keeps only state, groups and defaults, so that a copy would have no settings.
         return {**super().__getstate__(), **{k: self.__dict__[k] for k in _KEPT}}
+
+
+def _whole(name: str, value: Any) -> int:
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        return operator.index(value)
+    except TypeError:
+        raise ValueError(f"{name}={value!r}: must be a whole number.") from None
 
 
 _KEPT = ("_krylov_dim", "_curvature", "_seed", "_settings", "_comm")

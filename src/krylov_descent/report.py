@@ -86,8 +86,8 @@ class StepReport:
         >>> report = KSD([w]).step(lambda: (w.square().mean(), w))
         >>> float(report)
         6.5
-        >>> report.as_dict()["stop_reason"]
-        'converged'
+        >>> report.as_dict()["iteration"]
+        0
     """
 
     iteration: int

@@ -84,7 +84,7 @@ def whiten(H: Tensor, floor: float, negative: str = "floor") -> Tensor:
     eigenvalues, Q = torch.linalg.eigh(H)
     largest = float(eigenvalues.abs().max())
     if largest == 0:
-        return torch.eye(len(H), dtype=H.dtype)
+        return torch.eye(len(H), dtype=H.dtype, device=H.device)
     raised = (eigenvalues.abs() if negative == "absolute" else eigenvalues).clamp(min=floor * largest)
     factor: Tensor = torch.linalg.cholesky((Q * raised) @ Q.T)
     return factor
@@ -122,23 +122,26 @@ def search_subspace(
         projected: Tensor = torch.linalg.solve_triangular(C, reduced[:, None], upper=False)[:, 0]
         return projected
 
-    if subspace.start is None:
-        a0 = torch.zeros(len(C), dtype=torch.float64)  # line 10
-        start = None if at_zero is None else (at_zero[0], project(at_zero[1]))
-    else:
-        a0, start = C.T @ subspace.start, None
-    values = [] if start is None else [start[0]]
-
     def fun(a: Tensor) -> tuple[float, Tensor]:
         f, g = evaluate(step(a))
-        values.append(f)
         return f, project(g)
 
+    zero = torch.zeros(len(C), dtype=torch.float64, device="cpu")  # line 10
+    at_rest = fun(zero) if at_zero is None else (at_zero[0], project(at_zero[1]))
+    first = int(at_zero is None)
+    a0, start = zero, at_rest
+    if subspace.start is not None:
+        # Begin where the builder says, if that is better than not moving.
+        offered = C.T @ subspace.start
+        at_offered = fun(offered)
+        first += 1
+        if at_offered[0] < at_rest[0]:
+            a0, start = offered, at_offered
     result = bfgs(  # line 11
         fun,
         a0,
         max_iterations=options.iterations,
-        max_evaluations=options.evaluations,
+        max_evaluations=max(1, options.evaluations - first),
         tolerance=noise if options.tolerance is None else options.tolerance,
         noise=noise,
         start=start,
@@ -146,9 +149,9 @@ def search_subspace(
     moved = bool((result.x != 0).any())
     return Found(
         step(result.x) if moved else None,  # line 12
-        values[0],
+        at_rest[0],
         result.f,
         result.iterations,
-        result.evaluations,
+        first + result.evaluations,
         result.stop_reason,
     )

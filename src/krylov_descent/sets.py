@@ -22,6 +22,11 @@ class StepSets(Protocol):
         ...
 
     @property
+    def a_in_parts(self) -> Iterable[Microbatch]:
+        """The same samples in enough parts to measure how a loss scatters over them."""
+        ...
+
+    @property
     def b(self) -> Sequence[Microbatch]:
         """The curvature's set."""
         ...
@@ -52,7 +57,7 @@ class FullBatch:
 
     sizes: Mapping[str, int] = {}
     b: Sequence[Microbatch] = (Microbatch(None, None),)
-    a = c = b
+    a = a_in_parts = c = b
     probe = None
     covers_all = searches_all = True
 

@@ -26,7 +26,8 @@ class HessianGraph:
         _refuse_weight_norm(evaluation.loss)
         self._params = tuple(params)
         g = torch.autograd.grad(evaluation.loss, self._params, create_graph=True, allow_unused=True)
-        self._g = [(i, x) for i, x in enumerate(g) if x is not None and x.requires_grad]
+        # Edges of the graph in place of the tensors, which are P numbers for every micro-batch.
+        self._g = [(i, get_gradient_edge(x)) for i, x in enumerate(g) if x is not None and x.requires_grad]
 
     def product(self, v: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
         """V → ∂(gᵀv)/∂θ = Hv on this micro-batch."""

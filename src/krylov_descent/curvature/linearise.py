@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 
 class Linearisation:
@@ -22,7 +23,8 @@ class Linearisation:
         # The value of u is irrelevant: Jᵀu is linear in it.
         self._u = tuple(torch.zeros_like(z, requires_grad=True) for z in self.outputs)
         Jt_u = torch.autograd.grad(self.outputs, self._params, self._u, create_graph=True, allow_unused=True)
-        self._Jt_u = [(i, x) for i, x in enumerate(Jt_u) if x is not None and x.requires_grad]
+        # Edges of the graph in place of the tensors, which are P numbers for every micro-batch.
+        self._Jt_u = [(i, get_gradient_edge(x)) for i, x in enumerate(Jt_u) if x is not None and x.requires_grad]
 
     def jvp(self, v: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """V → Jv, one tensor per output."""

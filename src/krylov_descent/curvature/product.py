@@ -16,7 +16,7 @@ from krylov_descent.data import Microbatch
 from krylov_descent.objective import Objective
 
 _NOT_TWICE = re.compile(
-    r"derivative for .* is not implemented|once_differentiable|double backward|differentiated twice|checkpoint",
+    r"derivative for .* is not implemented|once_differentiable|double backward|differentiated twice",
     re.IGNORECASE,
 )
 
@@ -63,18 +63,13 @@ class CurvatureProduct:
         self._objective = objective
         self._kept: list[tuple[MicrobatchGraph, float, int]] = []
         self._rebuilt: list[Microbatch] = []
+        self._masked_samples = 0
         self.kept_bytes = 0
         for batch in batches:
-            if memory_budget is not None and self.kept_bytes >= memory_budget:
+            if memory_budget is None or self.kept_bytes < memory_budget:
+                self._keep(batch, memory_budget)
+            else:
                 self._rebuilt.append(batch)
-                continue
-            with self._measured(enabled=memory_budget is not None) as size:
-                built = self._build(batch)
-            if memory_budget is not None and self.kept_bytes + size[0] > memory_budget:
-                self._rebuilt.append(batch)
-                continue
-            self.kept_bytes += size[0]
-            self._kept.append(built)
 
     @property
     def rebuilds(self) -> int:
@@ -87,17 +82,17 @@ class CurvatureProduct:
         whole = comm.all_gather(v)
         views = parameters.unflatten(whole)
         total = parameters.zeros()
-        weights, samples = [], 0
+        weights, samples = [], self._masked_samples
         for graph, weight, n in self._graphs():
-            with explained():
+            # Checkpointed attention runs again here.
+            with explained(), sdpa_kernel(SDPBackend.MATH):
                 product = graph.product(views)
-            if weight > 0:
-                parameters.accumulate(total, product, self._kind.share(weight))
+            parameters.accumulate(total, product, self._kind.share(weight))
             self._objective.sample_gradients += self._kind.product_cost * n
             weights.append(weight)
             samples += n
             del graph  # before the next is rebuilt
-        all_samples = float(comm.sum(torch.tensor(float(samples), dtype=torch.float64)))
+        all_samples = float(comm.sum(torch.tensor(float(samples), dtype=torch.float64, device="cpu")))
         w = comm.reduce_scatter(total).mul_(self._kind.norm(self._objective.total_weight(weights), all_samples))
         if parameters.decays:
             decay = parameters.zeros()
@@ -105,15 +100,34 @@ class CurvatureProduct:
             w += comm.shard(decay)
         return w
 
+    def _keep(self, batch: Microbatch, memory_budget: int | None) -> None:
+        """Build a micro-batch's graph and keep it, if it fits."""
+        with self._measured(enabled=memory_budget is not None) as size:
+            built = self._build(batch)
+        if built is None:
+            self._masked_samples += batch.samples or 0
+            return
+        if memory_budget is not None and self.kept_bytes + size[0] > memory_budget:
+            self._rebuilt.append(batch)
+            return
+        self.kept_bytes += size[0]
+        self._kept.append(built)
+
     def _graphs(self) -> Iterator[tuple[MicrobatchGraph, float, int]]:
         yield from self._kept
         for batch in self._rebuilt:
-            yield self._build(batch)
+            built = self._build(batch)
+            assert built is not None
+            yield built
+            del built
 
-    def _build(self, batch: Microbatch) -> tuple[MicrobatchGraph, float, int]:
+    def _build(self, batch: Microbatch) -> tuple[MicrobatchGraph, float, int] | None:
+        """The graph of a micro-batch, or None if all of its terms are masked."""
         # The fused attention kernels have no second derivative; the plain one has.
         with sdpa_kernel(SDPBackend.MATH):
             evaluation = self._objective.evaluate(batch)
+            if evaluation.weight == 0:
+                return None
             with explained():
                 graph = self._kind(evaluation, self._objective.parameters.params)
         self._objective.sample_gradients += self._kind.build_cost * evaluation.samples
@@ -153,6 +167,6 @@ def explained() -> Iterator[None]:
             raise
         raise ValueError(
             f"An operation of the model cannot be differentiated twice, which curvature products need: {error} "
-            "Known cases: nn.EmbeddingBag (use nn.Embedding and a sum), CTC loss, reentrant checkpointing "
-            "(use_reentrant=False), compiled modules (pass the uncompiled one)."
+            "Known cases: nn.EmbeddingBag (use nn.Embedding and a sum), CTC loss, compiled modules (pass the "
+            "uncompiled one), nn.LSTM, GRU and RNN on CUDA (step inside torch.backends.cudnn.flags(enabled=False))."
         ) from error

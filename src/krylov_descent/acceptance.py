@@ -1,0 +1,69 @@
+"""Did the last step raise the loss on A? Asked of losses that the next step computes anyway.
+
+Letters: f on A at the point θ after the step and at the point before it; micro-batches b with weights w_b and loss
+differences d_b between the two points.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from krylov_descent.objective import BatchLosses, Objective, relative_noise
+from krylov_descent.sets import StepSets
+
+
+def better_before(
+    objective: Objective,
+    draw: StepSets,
+    theta: Tensor,
+    losses: BatchLosses | None,
+    earlier: Tensor,
+    earlier_loss: float,
+) -> float | None:
+    """F on A at the earlier point, if it was lower there beyond noise; None if not, or if it cannot be told.
+
+    Only a loss that is higher than remembered costs anything: two or one forward passes over A to confirm it.
+
+    Args:
+        objective: f; its parameters are at ``theta`` before and after.
+        draw: the sets of this step.
+        theta: the point after the step [P].
+        losses: f on A there; None if it or its gradient is not finite.
+        earlier: the point before the step [P].
+        earlier_loss: f on A there, when that step was taken.
+    """
+    rounding = relative_noise(objective.parameters.params[0].dtype) * abs(earlier_loss)
+    if losses is not None and losses.mean <= earlier_loss + rounding:
+        return None
+    # Confirm on the same samples and with the same closure: A may be a fresh subset, and the user may have changed
+    # the loss itself (its weights, a weight decay) since the last step.
+    batches = draw.a if draw.covers_all else draw.a_in_parts
+    after = losses if losses is None or draw.covers_all else objective.value(batches)
+    try:
+        objective.parameters.write(earlier)
+        before = objective.value(batches)
+    finally:
+        objective.parameters.write(theta)
+    if not math.isfinite(before.mean):
+        return None
+    if after is None:
+        return before.mean
+    noise = 0.0 if draw.covers_all else 2 * _standard_error(before, after, objective)
+    return before.mean if after.mean - before.mean > max(rounding, noise) else None
+
+
+def _standard_error(before: BatchLosses, after: BatchLosses, objective: Objective) -> float:
+    """Of the mean of d_b, from its scatter."""
+    sums = torch.zeros(6, dtype=torch.float64, device="cpu")  # Σ 1, w, wd, w², w²d, w²d²
+    for w, old, new in zip(before.weights, before.losses, after.losses, strict=True):
+        if w > 0:
+            d = new - old
+            sums += torch.tensor([1, w, w * d, w * w, w * w * d, (w * d) ** 2], dtype=torch.float64, device="cpu")
+    m, W, wd, ww, wwd, wwdd = (float(x) for x in objective.comm.sum(sums))
+    if m < 2:
+        return math.inf  # one part has no scatter: nothing can be told
+    mean = wd / W
+    return math.sqrt(max(0.0, wwdd - 2 * mean * wwd + mean * mean * ww) * m / (m - 1)) / W
