@@ -104,6 +104,64 @@ def test_masked_mean_needs_its_weight() -> None:
     KSD(model.parameters(), krylov_dim=3).step(weighted, sets)
 
 
+@pytest.mark.parametrize("constant", [True, False])
+@pytest.mark.parametrize("curvature", ["ggn", "hessian", "fisher"])
+def test_batches_without_a_target(constant: bool, curvature: Any) -> None:
+    """The first samples are masked whole: a loss of 0/0, or a constant without a graph."""
+    model = network()
+    x, y = data(400)
+    y = torch.where(torch.arange(400) < 150, -100, y)
+    sets = Subsets((x, y), batch_size=5, fraction=0.3, seed=0)
+
+    def closure(batch: Any) -> Any:
+        z = model(batch[0])
+        count = (batch[1] != -100).sum()
+        if constant and count == 0:
+            return torch.zeros(()), z, count
+        return F.cross_entropy(z, batch[1]), z, count
+
+    optimizer = KSD(model.parameters(), krylov_dim=3, curvature=curvature)
+    reports = [optimizer.step(closure, sets) for _ in range(3)]
+    z = model(x[150:])
+    assert optimizer.settle(closure, sets).loss == pytest.approx(F.cross_entropy(z, y[150:]).item(), rel=1e-4)
+    assert reports[-1].loss < reports[0].loss
+
+
+def test_class_weights_are_named() -> None:
+    model = network()
+    with torch.no_grad():
+        list(model.parameters())[-2].mul_(10)
+    weight = torch.tensor([1.0, 5.0, 0.2])
+    with pytest.raises(ValueError, match=r"class_weights\[y\].sum\(\)"):
+        step(model, cross_entropy(model, weight=weight))
+
+    def weighted(batch: Any) -> Any:
+        z = model(batch[0])
+        return F.cross_entropy(z, batch[1], weight=weight), z, weight[batch[1]].sum()
+
+    step(model, weighted)
+
+
+def test_constant_nan_buffer_is_no_change() -> None:
+    model = network()
+    model.register_buffer("unknown", torch.tensor([torch.nan]))
+    step(model, cross_entropy(model))
+
+
+def test_loss_near_zero_is_compared_on_its_own_scale() -> None:
+    """The halves' losses cancel: their rounding is that of their size, not of their sum."""
+    model = network()
+
+    def closure(batch: Any) -> Any:
+        z = model(batch[0])
+        sign = 1 - 2 * (batch[1] % 2).float()
+        return (z.sum(1) * 0 + 1e3 * sign * (1 + 1e-6 * z.sum(1))).mean(), z
+
+    x = data()[0]
+    y = torch.arange(100) // 25 % 2  # halves of the probe of 50 have opposite signs
+    KSD(model.parameters(), krylov_dim=3).step(closure, Subsets((x, y), batch_size=50, fraction=0.2, seed=0))
+
+
 def test_terms_that_bypass_the_outputs_are_warned_of() -> None:
     model = network()
 

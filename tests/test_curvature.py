@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from krylov_descent.curvature import CURVATURES, CurvatureProduct
 from krylov_descent.data import Microbatch
@@ -181,6 +183,52 @@ def test_unused_and_frozen_parameters() -> None:
         H = matrix(CurvatureProduct(CURVATURES[kind], objective_of(problem), batches_of(problem.data, 7)), 21)
         assert relative(H, dense(kind, problem)) < 1e-9
         assert not H[15:].any()
+
+
+@pytest.mark.parametrize("kind", ["ggn", "hessian", "fisher"])
+def test_kept_graphs_hold_no_vectors_of_all_parameters(kind: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(300, 300), nn.Tanh(), nn.Linear(300, 2)).double()
+
+    def closure(batch: Any) -> tuple[Tensor, Tensor]:
+        z = model(batch[0])
+        return z.square().sum(1).mean(), z
+
+    problem = Problem(model, (torch.randn(8, 300, dtype=torch.float64),), closure)
+    gc.collect()
+    before = {id(o) for o in gc.get_objects() if issubclass(type(o), Tensor)}
+    product = CurvatureProduct(CURVATURES[kind], objective_of(problem), batches_of(problem.data, *[1] * 8))
+    gc.collect()
+    new = [o for o in gc.get_objects() if issubclass(type(o), Tensor) and id(o) not in before]
+    assert not [o.shape for o in new if o.numel() >= 300 * 300]
+    assert product(torch.ones(reference.len_of(problem.params), dtype=torch.float64)).shape == (90902,)
+
+
+def test_checkpointed_attention() -> None:
+    torch.manual_seed(0)
+    attention = nn.MultiheadAttention(4, 2, batch_first=True).double()
+    x = torch.randn(5, 3, 4, dtype=torch.float64)
+
+    def attend(h: Tensor) -> Tensor:
+        out: Tensor = attention(h, h, h, need_weights=False)[0]
+        return out
+
+    def plain(batch: Any) -> tuple[Tensor, Tensor]:
+        z = attend(batch[0]).mean(1)
+        return z.square().sum(1).mean(), z
+
+    def checkpointed(batch: Any) -> tuple[Tensor, Tensor]:
+        h = checkpoint(attend, batch[0], use_reentrant=False)
+        assert isinstance(h, Tensor)
+        z = h.mean(1)
+        return z.square().sum(1).mean(), z
+
+    v = torch.randn(sum(p.numel() for p in attention.parameters()), dtype=torch.float64)
+    products = [
+        CurvatureProduct(CURVATURES["ggn"], objective_of(Problem(attention, (x,), closure)), batches_of((x,), 5))(v)
+        for closure in (plain, checkpointed)
+    ]
+    torch.testing.assert_close(*products)
 
 
 def test_operation_without_second_derivative_is_explained() -> None:

@@ -11,6 +11,7 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -47,7 +48,7 @@ def saved_and_loaded(state: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("gradient_fraction", [1.0, 0.5])
 def test_resumed_run_is_bit_for_bit_the_uninterrupted_one(gradient_fraction: float) -> None:
-    """30 steps with rollbacks before and after step 15; the sign probe is in use (a bare parameter)."""
+    """30 steps with rollbacks before step 15 and, where A is everything, after; a bare parameter takes the probe."""
 
     def start() -> tuple[Problem, KSD, Subsets]:
         problem = noisy_regression()
@@ -72,6 +73,8 @@ def test_resumed_run_is_bit_for_bit_the_uninterrupted_one(gradient_fraction: flo
     expected = run(*whole, 30)
     undone = [r["iteration"] for r in expected if not r["accepted"]]
     assert any(i < 15 for i in undone), undone
+    if gradient_fraction == 1:
+        assert any(i >= 15 for i in undone), undone
 
     first = start()
     got = run(*first, 15)
@@ -382,6 +385,8 @@ def test_rows_that_are_not_samples() -> None:
         ({"weight_decay": -1.0}, "weight_decay=-1.0"),
         ({"memory_budget": -1}, "memory_budget=-1"),
         ({"seed": "x"}, "seed='x'"),
+        ({"memory_budget": "1GB"}, "memory_budget='1GB'"),
+        ({"preconditioner": Fisher}, "preconditioner=<class"),
     ],
 )
 def test_arguments_are_checked(arguments: dict[str, Any], message: str) -> None:
@@ -472,6 +477,108 @@ def test_an_exception_of_the_closure_leaves_everything_as_it_was() -> None:
         assert optimizer.state_dict()["state"][0]["iteration"] == 1
 
 
+def test_settle_is_atomic() -> None:
+    problem = noisy_regression()
+    sets = Subsets(problem.data, batch_size=20, fraction=0.05, seed=5)
+    optimizer = KSD(problem.params, krylov_dim=5)
+    for _ in range(20):
+        optimizer.step(problem.closure, sets)
+        snapshot = copy.deepcopy((problem.model.state_dict(), optimizer.state_dict()))
+        if not optimizer.settle(problem.closure, sets).accepted:
+            break
+    problem.model.load_state_dict(snapshot[0])
+    optimizer.load_state_dict(snapshot[1])
+    for stop in range(12):  # six micro-batches at each of two points
+        calls = itertools.count()
+
+        def failing(batch: Any, stop: int = stop, calls: Any = calls) -> Any:
+            if next(calls) == stop:
+                raise KeyboardInterrupt
+            return problem.closure(batch)
+
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.settle(failing, sets)
+        assert all(torch.equal(p, q) for p, q in zip(problem.params, snapshot[0].values(), strict=True))
+    assert not optimizer.settle(problem.closure, sets).accepted
+
+
+def test_autocast_around_the_step_is_switched_off() -> None:
+    def run(outside: bool) -> float:
+        problem = noisy_regression()
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=outside):
+            return KSD(problem.params).step(lambda: problem.closure(problem.data)).search_loss_after
+
+    assert run(True) == run(False)
+
+
+@pytest.mark.parametrize("outside", [True, False])
+def test_autocast_inside_the_closure(outside: bool) -> None:
+    problem = noisy_regression()
+
+    def closure() -> Any:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            z = problem.model(problem.data[0])
+        r = z.float() - problem.data[1]
+        return r.square().mean(), r
+
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=outside):
+        report = KSD(problem.params).step(closure)
+    assert report.search_loss_after < 0.95 * report.loss
+
+
+def test_default_device_is_not_used() -> None:
+    problem = problems.mlp(60)
+    sets = Subsets(problem.data, batch_size=16, fraction=0.2, seed=0)
+    torch.set_default_device("meta")
+    try:
+        report = KSD(problem.params, krylov_dim=3).step(problem.closure, sets)
+        assert math.isfinite(report.search_loss_after)
+    finally:
+        torch.set_default_device(None)
+
+
+def test_a_copy_carries_no_workspace() -> None:
+    layer = nn.Linear(100, 100)
+    x = torch.randn(20, 100)
+
+    def closure() -> Any:
+        z = layer(x)
+        return z.square().mean(), z
+
+    optimizer = KSD(layer.parameters())
+    optimizer.step(closure)
+    assert len(pickle.dumps(optimizer)) < 4 * 4 * 10_100
+
+
+def test_parameters_of_another_model() -> None:
+    problem, other = problems.mlp(30), problems.mlp(30)
+    with pytest.raises(ValueError, match="depends on none of the parameters given to KSD"):
+        KSD(other.params).step(lambda: problem.closure(problem.data))
+
+
+def test_swapped_values_are_named() -> None:
+    net = Network()
+    with pytest.raises(ValueError, match="the loss comes first"):
+        KSD(net.model.parameters()).step(lambda: _with(net, lambda f, z: (z, f)))
+
+
+def test_gradient_penalty_with_respect_to_parameters() -> None:
+    """Forward-only passes cannot freeze the parameters of such a closure."""
+    problem = problems.mlp(60)
+    sets = Subsets(problem.data, batch_size=60, fraction=0.3, seed=0)
+
+    def closure(batch: Any) -> Any:
+        loss, _ = problem.closure(batch)
+        grads = torch.autograd.grad(loss, problem.params, create_graph=True)
+        return loss + 0.01 * torch.stack([g.square().sum() for g in grads]).sum()
+
+    optimizer = KSD(problem.params, krylov_dim=3, curvature="hessian")
+    with pytest.raises(ValueError, match="not the weighted mean"):  # squares of a mean are no mean of squares
+        optimizer.step(closure, sets)
+    report = optimizer.step(lambda: closure(problem.data))
+    assert report.search_loss_after < report.loss
+
+
 def test_step_under_no_grad_works_and_grads_are_left_alone() -> None:
     problem = problems.mlp(30)
     for p in problem.params:
@@ -480,6 +587,18 @@ def test_step_under_no_grad_works_and_grads_are_left_alone() -> None:
         report = KSD(problem.params).step(lambda: problem.closure(problem.data))
     assert report.search_loss_after < report.loss
     assert all(bool((p.grad == 7).all()) for p in problem.params if p.grad is not None)
+
+
+def test_whole_numbers_of_numpy_are_taken() -> None:
+    KSD([nn.Parameter(torch.ones(2))], krylov_dim=np.int64(5), seed=np.int32(3))  # type: ignore[arg-type]
+
+
+def test_first_group_may_be_empty() -> None:
+    w = nn.Parameter(torch.ones(2))
+    groups: list[dict[str, Any]] = [{"params": []}, {"params": [w]}]
+    optimizer = KSD(groups)
+    optimizer.step(lambda: (w.square().mean(), w))
+    assert optimizer.state_dict()["state"][0]["iteration"] == 1
 
 
 def test_custom_options_by_object() -> None:

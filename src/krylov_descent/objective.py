@@ -100,7 +100,7 @@ class Objective:
                 with self.parameters.frozen():
                     evaluation = closures.evaluate(self._closure, batch)
             except RuntimeError as error:
-                if "does not require grad" not in str(error):
+                if "grad" not in str(error):
                     raise
                 # The closure differentiates with respect to the parameters (a gradient penalty).
                 evaluation = closures.evaluate(self._closure, batch)

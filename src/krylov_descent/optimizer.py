@@ -6,6 +6,7 @@ import inspect
 import math
 import operator
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -187,9 +188,12 @@ class KSD(Optimizer):
             self._store(objective.parameters, settled)
         return settlement
 
-    def _full_precision(self) -> torch.autocast:
+    def _full_precision(self) -> AbstractContextManager[Any]:
         """No autocast from outside: its casts are not for V and H̄, and it caches weights that a step changes."""
-        return torch.autocast(self._first_parameter().device.type, enabled=False)
+        device = self._first_parameter().device.type
+        if not torch.is_autocast_enabled(device):
+            return nullcontext()
+        return torch.autocast(device, enabled=False, cache_enabled=False)
 
     def _first_parameter(self) -> Tensor:
         first: Tensor = next(p for group in self.param_groups for p in group["params"])
