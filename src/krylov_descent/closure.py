@@ -48,6 +48,8 @@ def evaluate(closure: BatchClosure, batch: Microbatch) -> Evaluation:
         ValueError: the closure returned something else than ``loss``, ``(loss, outputs)`` or
             ``(loss, outputs, weight)``.
     """
+    # An autocast inside the closure keeps casts of the weights while any autocast is around, even a disabled one.
+    torch.clear_autocast_cache()
     result = closure(batch.data)
     returned = result if isinstance(result, tuple) else (result,)
     if not 1 <= len(returned) <= 3 or not isinstance(returned[0], Tensor):

@@ -189,11 +189,9 @@ class KSD(Optimizer):
         return settlement
 
     def _full_precision(self) -> AbstractContextManager[Any]:
-        """No autocast from outside: its casts are not for V and H̄, and it caches weights that a step changes."""
+        """No autocast from outside: its casts are not for V and H̄."""
         device = self._first_parameter().device.type
-        if not torch.is_autocast_enabled(device):
-            return nullcontext()
-        return torch.autocast(device, enabled=False, cache_enabled=False)
+        return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
     def _first_parameter(self) -> Tensor:
         first: Tensor = next(p for group in self.param_groups for p in group["params"])
