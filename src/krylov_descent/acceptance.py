@@ -23,7 +23,7 @@ def better_before(
     earlier: Tensor,
     earlier_loss: float,
 ) -> float | None:
-    """F on A at the earlier point, if it was lower there beyond noise; None if not, or if it cannot be told.
+    """f on A at the earlier point, if it was lower there beyond noise; None if not, or if it cannot be told.
 
     Only a loss that is higher than remembered costs anything: two or one forward passes over A to confirm it.
 

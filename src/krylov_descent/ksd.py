@@ -200,7 +200,7 @@ def settle(objective: Objective, draw: StepSets, memory: Memory) -> tuple[Settle
 def _undoing(
     objective: Objective, draw: StepSets, memory: Memory, losses: BatchLosses, g: Tensor | None, theta: Tensor
 ) -> float | None:
-    """F on A before the last step, if that step is to be undone."""
+    """f on A before the last step, if that step is to be undone."""
     if memory.accepted is None or memory.d_prev is None:
         return None
     if not torch.equal(theta, objective.parameters.rounded(memory.accepted + memory.d_prev)):

@@ -31,7 +31,7 @@ class Layer(Protocol):
     """in, the inputs of each of the groups at one position."""
 
     def inputs(self, start: int, stop: int) -> Tensor:
-        """A [stop − start, groups, in, t] of samples start to stop."""
+        """a [stop − start, groups, in, t] of samples start to stop."""
         ...
 
     def along(self, v: Tensor) -> Tensor:

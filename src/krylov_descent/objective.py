@@ -89,7 +89,7 @@ class Objective:
         return evaluation
 
     def value(self, batches: Iterable[Microbatch]) -> BatchLosses:
-        """F by forward passes only."""
+        """f by forward passes only."""
         pairs = [self.loss_and_weight(batch) for batch in batches]
         return self._mean([loss for loss, _ in pairs], [weight for _, weight in pairs])
 
@@ -110,7 +110,7 @@ class Objective:
     def value_and_gradient(
         self, batches: Iterable[Microbatch], statistics: Statistics | None = None
     ) -> tuple[BatchLosses, Tensor]:
-        """F and this rank's part of ∇f [P_local]; ``statistics`` are gathered in the same pass."""
+        """f and this rank's part of ∇f [P_local]; ``statistics`` are gathered in the same pass."""
         total = self.parameters.zeros()
         losses, weights = [], []
         for batch in batches:

@@ -42,7 +42,7 @@ class ParameterVector:
         return torch.cat([t.detach().reshape(-1) for t in tensors]).to(self.dtype)
 
     def accumulate(self, total: Tensor, tensors: Sequence[Tensor | None], alpha: float) -> None:
-        """Total [P] += alpha · tensors in the shapes of the parameters; None counts as zeros."""
+        """total [P] += alpha · tensors in the shapes of the parameters; None counts as zeros."""
         pairs = [(out, t) for out, t in zip(self.views(total), tensors, strict=True) if t is not None]
         if pairs:
             torch._foreach_add_([out for out, _ in pairs], [t.detach() for _, t in pairs], alpha=alpha)
@@ -69,7 +69,7 @@ class ParameterVector:
         torch._foreach_copy_(self.params, self.views(x))
 
     def rounded(self, x: Tensor) -> Tensor:
-        """X as the parameters could hold it: itself, unless they are of half precision."""
+        """x as the parameters could hold it: itself, unless they are of half precision."""
         return x.to(self.params[0].dtype).to(self.dtype)
 
     @contextmanager

@@ -33,7 +33,7 @@ class FisherGraph:
         self._linear = Linearisation(evaluation.outputs, params)
 
     def product(self, v: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
-        """V → Σᵢ Jᵢᵀδᵢ (δᵢ·Jᵢv) on this micro-batch."""
+        """v → Σᵢ Jᵢᵀδᵢ (δᵢ·Jᵢv) on this micro-batch."""
         Jv = self._linear.jvp(v)
         s = [row_dots(delta, Jv_z) for delta, Jv_z in zip(self._delta, Jv, strict=True)]
         if self._aligned:  # the rows of all outputs are one sample's

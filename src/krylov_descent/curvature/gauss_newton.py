@@ -32,7 +32,7 @@ class GaussNewtonGraph:
         self._dL_dz = [(i, x) for i, x in enumerate(dL_dz) if x is not None and x.requires_grad]
 
     def product(self, v: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
-        """V → Gv on this micro-batch."""
+        """v → Gv on this micro-batch."""
         Jv = self._linear.jvp(v)  # v → Jv, lines 3-9
         if not self._dL_dz:
             return (None,) * len(v)

@@ -30,7 +30,7 @@ class HessianGraph:
         self._g = [(i, get_gradient_edge(x)) for i, x in enumerate(g) if x is not None and x.requires_grad]
 
     def product(self, v: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
-        """V → ∂(gᵀv)/∂θ = Hv on this micro-batch."""
+        """v → ∂(gᵀv)/∂θ = Hv on this micro-batch."""
         if not self._g:
             return (None,) * len(v)
         return torch.autograd.grad(

@@ -27,7 +27,7 @@ class Linearisation:
         self._Jt_u = [(i, get_gradient_edge(x)) for i, x in enumerate(Jt_u) if x is not None and x.requires_grad]
 
     def jvp(self, v: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """V → Jv, one tensor per output."""
+        """v → Jv, one tensor per output."""
         if not self._Jt_u:
             return tuple(torch.zeros_like(z) for z in self.outputs)
         return torch.autograd.grad(
@@ -40,5 +40,5 @@ class Linearisation:
         )
 
     def vjp(self, u: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
-        """U → Jᵀu, one tensor per parameter; None where no output depends on it."""
+        """u → Jᵀu, one tensor per parameter; None where no output depends on it."""
         return torch.autograd.grad(self.outputs, self._params, u, retain_graph=True, allow_unused=True)

@@ -30,7 +30,7 @@ class MicrobatchGraph(Protocol):
     def __init__(self, evaluation: Evaluation, params: Sequence[Tensor]) -> None: ...
 
     def product(self, v: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
-        """V → this micro-batch's product, one tensor per parameter."""
+        """v → this micro-batch's product, one tensor per parameter."""
         ...
 
     @staticmethod
@@ -77,7 +77,7 @@ class CurvatureProduct:
         return len(self._rebuilt)
 
     def __call__(self, v: Tensor) -> Tensor:
-        """V → Hv."""
+        """v → Hv."""
         parameters, comm = self._objective.parameters, self._objective.comm
         whole = comm.all_gather(v)
         views = parameters.unflatten(whole)
