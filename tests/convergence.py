@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import functools
 import itertools
+import re
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -177,14 +178,14 @@ def main() -> None:
     parser.add_argument("study", choices=("curves", "floors"))
     parser.add_argument("--budget", type=int, help="gradients over the data set (curves: 100, floors: 2500)")
     parser.add_argument("--seeds", type=int, default=len(SEEDS))
-    parser.add_argument("--rows", default="", help="only rows whose name contains this")
+    parser.add_argument("--rows", default="", help="only rows whose name matches this expression")
     arguments = parser.parse_args()
     if arguments.study == "curves":
         rows = curves_rows(curves(2000, seed=0), arguments.budget or 100)
     else:
         rows = floors_rows(arguments.budget or 2500)
     for name, run in rows.items():
-        if arguments.rows in name:
+        if re.search(arguments.rows, name):
             sys.stdout.write(f"| `{name}` | " + " | ".join(f"{run(s):.4g}" for s in range(arguments.seeds)) + " |\n")
             sys.stdout.flush()
 
