@@ -14,13 +14,13 @@ from torch import Tensor
 
 from krylov_descent.closure import Evaluation, require_outputs, require_rows, row_dots, row_scaled
 from krylov_descent.curvature.gauss_newton import require_influence
+from krylov_descent.curvature.graph import MicrobatchGraph
 from krylov_descent.curvature.linearise import Linearisation
 
 
-class FisherGraph:
+class FisherGraph(MicrobatchGraph):
     """The graph of one micro-batch and the product by Σᵢ (Jᵢᵀδᵢ)(Jᵢᵀδᵢ)ᵀ."""
 
-    build_cost: ClassVar[float] = 1.0
     product_cost: ClassVar[float] = 4 / 3
 
     def __init__(self, evaluation: Evaluation, params: Sequence[Tensor]) -> None:

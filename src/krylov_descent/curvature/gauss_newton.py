@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from krylov_descent.closure import Evaluation, require_outputs
+from krylov_descent.curvature.graph import MicrobatchGraph
 from krylov_descent.curvature.linearise import Linearisation
 
 
-class GaussNewtonGraph:
+class GaussNewtonGraph(MicrobatchGraph):
     """The graph of one micro-batch and the product by its Gauss–Newton matrix."""
 
-    build_cost: ClassVar[float] = 1.0  # one forward and one backward pass with their graphs
     product_cost: ClassVar[float] = 4 / 3  # lines 3-9 and 10-15: a forward-like and a backward pass
 
     def __init__(self, evaluation: Evaluation, params: Sequence[Tensor]) -> None:
@@ -45,16 +45,6 @@ class GaussNewtonGraph:
             materialize_grads=True,
         )
         return self._linear.vjp(HJv)  # H_L Jv → Jᵀ H_L Jv, lines 11-15
-
-    @staticmethod
-    def share(weight: float) -> float:
-        """The weight of this micro-batch's product in the sum over B."""
-        return weight
-
-    @staticmethod
-    def norm(total_weight: float, samples: float) -> float:
-        """What the sum over B is multiplied by."""
-        return 1 / total_weight
 
 
 def require_influence(dL_dz: Sequence[Tensor | None]) -> None:

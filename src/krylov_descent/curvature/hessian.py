@@ -10,16 +10,16 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from krylov_descent.closure import Evaluation
+from krylov_descent.curvature.graph import MicrobatchGraph
 
 # PyTorch differentiates the fused weight norm twice without an error and with a wrong result
 # (relative error 0.5-0.9 in the direction parameter, against finite differences).
 _WRONG_TWICE = "WeightNormInterfaceBackward0"
 
 
-class HessianGraph:
+class HessianGraph(MicrobatchGraph):
     """The graph of one micro-batch's gradient and the product by its Hessian."""
 
-    build_cost: ClassVar[float] = 1.0
     product_cost: ClassVar[float] = 2.0
 
     def __init__(self, evaluation: Evaluation, params: Sequence[Tensor]) -> None:
@@ -40,16 +40,6 @@ class HessianGraph:
             retain_graph=True,
             allow_unused=True,
         )
-
-    @staticmethod
-    def share(weight: float) -> float:
-        """The weight of this micro-batch's product in the sum over B."""
-        return weight
-
-    @staticmethod
-    def norm(total_weight: float, samples: float) -> float:
-        """What the sum over B is multiplied by."""
-        return 1 / total_weight
 
 
 def _refuse_weight_norm(loss: Tensor) -> None:

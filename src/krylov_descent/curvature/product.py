@@ -5,13 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from krylov_descent.closure import Evaluation
+from krylov_descent.curvature.graph import MicrobatchGraph
 from krylov_descent.data import Microbatch
 from krylov_descent.objective import Objective
 
@@ -19,29 +18,6 @@ _NOT_TWICE = re.compile(
     r"derivative for .* is not implemented|once_differentiable|double backward|differentiated twice",
     re.IGNORECASE,
 )
-
-
-class MicrobatchGraph(Protocol):
-    """One kind of curvature on one micro-batch: a graph built once, and products on it."""
-
-    build_cost: ClassVar[float]
-    product_cost: ClassVar[float]
-
-    def __init__(self, evaluation: Evaluation, params: Sequence[Tensor]) -> None: ...
-
-    def product(self, v: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
-        """v → this micro-batch's product, one tensor per parameter."""
-        ...
-
-    @staticmethod
-    def share(weight: float) -> float:
-        """The factor of this micro-batch in the sum over B, from the weight of its mean."""
-        ...
-
-    @staticmethod
-    def norm(total_weight: float, samples: float) -> float:
-        """The factor of the whole sum."""
-        ...
 
 
 class CurvatureProduct:
