@@ -276,7 +276,6 @@ def test_weight_decay_per_group_is_in_value_gradient_and_step() -> None:
 
 
 def test_previous_direction_none_and_e1() -> None:
-    problem = problems.mlp(30)
     found = {}
     for previous in ("step", "e1", None):
         torch.manual_seed(0)
@@ -288,7 +287,6 @@ def test_previous_direction_none_and_e1() -> None:
             rows.append(len(report.ritz_values))
         found[previous] = rows
     assert found == {"step": [3, 4], "e1": [4, 4], None: [3, 3]}
-    assert problem.params
 
 
 def test_sample_gradients_are_counted_as_documented() -> None:

@@ -56,14 +56,15 @@ def test_layer_rules_are_exact(name: str) -> None:
     assert statistics.by_rule == set(range(len(problem.params)))
 
 
+@pytest.mark.parametrize("probes", [1, 2])
 @pytest.mark.parametrize("name", ["rnn", "lstm", "gru", "transformer", "tied", "pinn", "in_place"])
-def test_probe_averages_to_the_diagonal(name: str) -> None:
+def test_probe_averages_to_the_diagonal(name: str, probes: int) -> None:
     problem = problems.ALL[name]()
     objective = objective_of(problem)
     n = len(problem.data[0])
     total = torch.zeros(objective.parameters.numel, dtype=torch.float64)
     for signs in patterns(n):
-        statistics = EverySign(objective.parameters, 1e-2, 1, (0,))
+        statistics = EverySign(objective.parameters, 1e-2, probes, (0,))
         statistics.signs = signs
         total += diagonal(statistics, objective, batches_of(problem.data, n))
     assert relative(total / 2**n, dense_diagonal(problem)) < 1e-9
@@ -278,6 +279,21 @@ def test_signs_are_keyed_and_leave_the_global_generator_alone() -> None:
     assert torch.equal(Ds[0], Ds[1])
     assert not torch.equal(Ds[0], Ds[2])
     assert torch.equal(before, torch.get_rng_state())
+
+
+def test_a_first_micro_batch_without_gradient_decides_nothing() -> None:
+    """Its zeros agree with any rule; the next micro-batch tells."""
+    problem = problems.in_place()
+    inner = problem.closure
+
+    def closure(batch: Any) -> Any:
+        loss, z = inner(batch)
+        return (loss * 0 if len(batch[0]) == 2 else loss), z
+
+    objective = objective_of(Problem(problem.model, problem.data, closure))
+    statistics = FisherDiagonal(objective.parameters, 1e-2, 1, (0,))
+    objective.value_and_gradient(batches_of(problem.data, 2, 4), statistics)
+    assert statistics.by_rule == {2, 3}
 
 
 @pytest.mark.parametrize("bad", [{"floor": 0.0}, {"floor": 2.0}, {"probes": 0}])

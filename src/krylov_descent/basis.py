@@ -51,8 +51,8 @@ def krylov_basis(
 
     Deviations from the paper:
 
-    1. Two passes of classical Gram–Schmidt instead of one of modified (lines 9-12): at K = 80 in float32 one
-       classical pass loses orthogonality, modified keeps 1.6e-3, two classical ones 6e-6, and they are cheaper.
+    1. Two passes of classical Gram–Schmidt instead of one of modified (lines 10-13): in float32 the latter loses
+       orthogonality as K grows, and it takes k inner products one after the other where a pass takes one product.
     2. A vector that the basis already spans, to rounding, is left out: the Krylov part then ends early and d_prev
        is still appended. The paper divides by its norm.
     3. A vector whose product is not finite is left out in the same way.
@@ -71,7 +71,7 @@ def krylov_basis(
     basis = _Basis(V, product, comm)
     u: Tensor | None = precondition(g)  # line 1
     while u is not None and basis.m < K:  # line 3, k = 1 … K
-        w = basis.append(u)  # lines 2, 4, 9-15
+        w = basis.append(u)  # lines 2, 4, 10-16
         u = None if w is None else precondition(w)  # line 6
     krylov_dim = basis.m
     if d_prev is not None:
@@ -103,7 +103,7 @@ class _Basis:
             return None
         k = self.m
         w = self._product(self.V[k])  # line 4
-        h = self._comm.sum(self.V[: k + 1] @ w).to("cpu", torch.float64)  # line 10, all j at once
+        h = self._comm.sum(self.V[: k + 1] @ w).to("cpu", torch.float64)  # line 11, all j at once
         if not bool(h.isfinite().all()) or not self._all_finite(w):
             self._finite = False
             return None
@@ -122,13 +122,13 @@ class _Basis:
             return False
         row.copy_(u).div_(size)
         length = self._length(row)
-        for _ in range(2):  # lines 9-12
+        for _ in range(2):  # lines 10-13
             if self.m:
                 row.addmv_(before.T, self._comm.sum(before @ row), alpha=-1)
         left = self._length(row)
         if not left > self._drop * length:
             return False
-        row.div_(left)  # line 14
+        row.div_(left)  # line 15
         return True
 
     def subspace(self, krylov_dim: int) -> Subspace:

@@ -162,7 +162,7 @@ def bfgs(
     fun: Callable[[Tensor], tuple[float, Tensor]],
     x0: Tensor,
     *,
-    max_iterations: int = 30,  # Vinyals & Povey 2011, section 4
+    max_iterations: int = 30,  # Vinyals & Povey 2011, section 5.2
     max_evaluations: int = 60,  # two per iteration; the problems of the tests take 1.3
     tolerance: float,
     noise: float,

@@ -101,7 +101,7 @@ def check_consistency(objective: Objective, draw: StepSets, *, curvature_of_outp
         return
     parts = [_value(objective, half) for half in probe[1:]]
     weight = sum(w for _, w in parts)
-    mean = sum(w * f for f, w in parts if w > 0) / weight
+    mean = sum(w * f for f, w in parts if w > 0) / weight if weight > 0 else math.nan
     # Other sums, so with other rounding; what is looked for is far larger.
     tolerance = math.sqrt(eps) * max(abs(f) for f in (whole, *(f for f, w in parts if w > 0)))
     if abs(whole - mean) <= tolerance:
@@ -141,7 +141,7 @@ def _warn_of_bypass(objective: Objective, evaluation: Evaluation) -> None:
     objective.parameters.accumulate(rest, through, -1.0)
     rest += g
     bypass, whole = float(rest.norm()), float(g.norm())
-    if bypass > torch.finfo(loss.dtype).eps ** 0.5 * whole:
+    if whole > 0 and bypass > torch.finfo(loss.dtype).eps ** 0.5 * whole:
         warnings.warn(
             f"{bypass / whole:.0%} of the gradient (by norm) does not pass through the outputs that the closure "
             "returned, so that part of the loss has no curvature in the subspace. If a term of the loss was forgotten, "

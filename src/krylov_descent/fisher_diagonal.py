@@ -108,20 +108,22 @@ class FisherDiagonal:
             return 0.0
         require_influence(dL_dz)
         scale = self._scale(evaluation.weight, dL_dz)
+        if scale is None:
+            return 0.0
         layers = self._layers(calls, deltas, evaluation.samples, scale)
         used = [i for i, g in enumerate(gradient) if g is not None]
-        probes = 0
+        probes = pulls = 0
         if self.by_rule is None:
             # Once a pass, rules must also reproduce a signed sum: it tells whether rows are attributed to the right
             # samples, which the gradient cannot. The pull-back serves as the first probe.
             signs = self._all_signs(evaluation)
             pulled = self._pull_back(evaluation, dL_dz, signs, used, scale)
-            probes += 1
+            probes = pulls = 1
             check_signs, check = signs, pulled
             if all(bool((s == s[0]).all()) for s in signs):  # too few samples to differ by chance
                 check_signs = [(torch.arange(len(s), device="cpu") % 2).mul_(-2).add_(1) for s in signs]
                 check = self._pull_back(evaluation, dL_dz, check_signs, used, scale)
-                probes += 1
+                pulls += 1
             s = check_signs[0] if evaluation.aligned else torch.cat(check_signs)
             self.by_rule = self._reproduced(layers, check, s)
             exact = self.by_rule
@@ -138,7 +140,8 @@ class FisherDiagonal:
         while rest and probes < self._probes:
             self._add_probe(self._pull_back(evaluation, dL_dz, self._all_signs(evaluation), rest, scale))
             probes += 1
-        return PROBE * probes
+            pulls += 1
+        return PROBE * pulls
 
     def diagonal(self, total_weight: float, comm: Comm) -> Tensor:
         """D before flooring: gᵢ = N (w_b/W) Jᵢᵀδᵢ, so that (1/N) Σᵢ gᵢ² = (N/W²) Σ_b w_b² Σᵢ (Jᵢᵀδᵢ)²."""
@@ -156,12 +159,17 @@ class FisherDiagonal:
         inverse = squares.div_(largest).clamp_(min=self._floor).reciprocal_()
         return lambda w: w * inverse
 
-    def _scale(self, weight: float, dL_dz: Sequence[Tensor | None]) -> float:
-        """w_b in a unit that keeps squares of tiny or huge losses within the dtype; the same for a whole pass."""
+    def _scale(self, weight: float, dL_dz: Sequence[Tensor | None]) -> float | None:
+        """w_b in a unit that keeps squares of tiny or huge losses within the dtype; the same for a whole pass.
+
+        None while every ∂loss/∂z was zero (nothing to add, and nothing to check a rule by) or not finite.
+        """
         if self._unit is None:
-            size = max(float(d.abs().max()) for d in dL_dz if d is not None and d.numel())
-            self._unit = 1 / (weight * size) if 0 < size < float("inf") else None
-        return weight * (self._unit or 1.0)
+            size = max((float(d.abs().max()) for d in dL_dz if d is not None and d.numel()), default=0.0)
+            if not 0 < size < float("inf"):
+                return None
+            self._unit = 1 / (weight * size)
+        return weight * self._unit
 
     def _layers(
         self, calls: Sequence[_Call], deltas: Sequence[Tensor | None], samples: int, scale: float

@@ -28,7 +28,7 @@ GRADIENT, FORWARD, PROBE = 1.0, 1 / 3, 2 / 3
 def relative_noise(dtype: torch.dtype) -> float:
     """Rounding noise of a mean loss, relative to its size: 8 ε of the dtype it is computed in.
 
-    1e-6 in float32, the level at which predicted decreases stopped being found in measured runs.
+    About 1e-6 in float32: below it a decrease cannot be told from rounding.
 
     Example:
         >>> relative_noise(torch.float32)

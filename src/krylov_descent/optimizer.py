@@ -149,15 +149,16 @@ class KSD(Optimizer):
             ValueError: the closure cannot be used, with the remedy; the parameters are then as before.
         """
         no_inference_mode()
-        memory = self._remember()
+        parameters = ParameterVector(self.param_groups)
+        memory = self._remember(parameters)
         with torch.enable_grad(), self._full_precision():
-            objective, draw_sets = self._prepare(closure, sets, memory)
+            objective, draw_sets = self._prepare(closure, sets, memory, parameters)
             if memory.iteration == 0:
                 check_consistency(
                     objective, draw_sets(memory.search_growth), curvature_of_outputs=self._curvature != "hessian"
                 )
             report, memory = ksd_step(objective, draw_sets, memory, self._settings)
-        self._store(objective.parameters, memory)
+        self._store(parameters, memory)
         return report
 
     def settle(self, closure: Callable[..., Any], sets: Subsets) -> Settlement:
@@ -180,12 +181,13 @@ class KSD(Optimizer):
             True
         """
         no_inference_mode()
-        memory = self._remember()
+        parameters = ParameterVector(self.param_groups)
+        memory = self._remember(parameters)
         with torch.enable_grad(), self._full_precision():
-            objective, draw_sets = self._prepare(closure, sets, memory)
+            objective, draw_sets = self._prepare(closure, sets, memory, parameters)
             settlement, settled = settle(objective, draw_sets(memory.search_growth), memory)
         if not settlement.accepted:
-            self._store(objective.parameters, settled)
+            self._store(parameters, settled)
         return settlement
 
     def _full_precision(self) -> AbstractContextManager[Any]:
@@ -198,7 +200,7 @@ class KSD(Optimizer):
         return first
 
     def _prepare(
-        self, closure: Callable[..., Any], sets: Subsets | None, memory: Memory
+        self, closure: Callable[..., Any], sets: Subsets | None, memory: Memory, parameters: ParameterVector
     ) -> tuple[Objective, Callable[[int], StepSets]]:
         """The objective over the groups as they are now, and what draws the sets of this iteration."""
         if not callable(closure):
@@ -218,7 +220,7 @@ class KSD(Optimizer):
         except ValueError:
             pass  # a builtin without a signature
         call = closure if sets is not None else (lambda _: closure())
-        objective = Objective(call, ParameterVector(self.param_groups), self._comm)
+        objective = Objective(call, parameters, self._comm)
         source = FullBatch() if sets is None else sets
         return objective, lambda growth: source.draw(
             memory.iteration, krylov_dim=self._krylov_dim, search_growth=growth
@@ -227,9 +229,8 @@ class KSD(Optimizer):
     # State: tensors per parameter, in its dtype; plain numbers beside those of the first parameter, as in torch's
     # L-BFGS. All of it survives state_dict → torch.save → torch.load(weights_only=True) → load_state_dict.
 
-    def _remember(self) -> Memory:
+    def _remember(self, parameters: ParameterVector) -> Memory:
         numbers = self.state.get(self._first_parameter(), {})
-        parameters = ParameterVector(self.param_groups)
         return Memory(
             iteration=int(numbers.get("iteration", 0)),
             seed=int(numbers.get("seed", self._seed)),

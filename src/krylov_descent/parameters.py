@@ -92,7 +92,7 @@ class ParameterVector:
         return sum(0.5 * c * float(theta[i:j].square().sum(dtype=torch.float64)) for i, j, c in self._segments)
 
     def add_decay(self, out: Tensor, x: Tensor) -> None:
-        """Out += c∘x: the decay's gradient (x = θ) and its product (x = v), both [P]."""
+        """out += c∘x: the decay's gradient (x = θ) and its product (x = v), both [P]."""
         for i, j, c in self._segments:
             out[i:j].add_(x[i:j], alpha=c)
 

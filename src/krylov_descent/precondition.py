@@ -40,8 +40,8 @@ class Fisher:
     Args:
         floor: ε, D is floored at ε·max(D). 1e-2 was ahead of the paper's 1e-4 (section 4) on nine of nine seeds
             (docs/measurements.md); ``PAPER`` has the paper's.
-        probes: sign patterns per micro-batch for parameters without an exact rule. One: more showed no gain in
-            training.
+        probes: sign patterns per micro-batch for parameters without an exact rule; one gives an unbiased estimate, and
+            each costs two thirds of a gradient.
 
     Example:
         >>> from krylov_descent import KSD, Fisher

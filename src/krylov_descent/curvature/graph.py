@@ -18,8 +18,8 @@ class MicrobatchGraph(ABC):
     sum and N the number of samples; by default the mean.
     """
 
-    build_cost: ClassVar[float] = 1.0  # of the graphs of a forward and a backward pass, in gradients per sample
     product_cost: ClassVar[float]
+    """Of one product, in gradients per sample."""
 
     @abstractmethod
     def __init__(self, evaluation: Evaluation, params: Sequence[Tensor]) -> None: ...

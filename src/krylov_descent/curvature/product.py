@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from krylov_descent.curvature.graph import MicrobatchGraph
 from krylov_descent.data import Microbatch
-from krylov_descent.objective import Objective
+from krylov_descent.objective import GRADIENT, Objective
 
 _NOT_TWICE = re.compile(
     r"derivative for .* is not implemented|once_differentiable|double backward|differentiated twice",
@@ -25,7 +25,7 @@ class CurvatureProduct:
 
     The graphs of B are built once and kept for all K+1 products, which makes a product cost what hand-written
     matrix products cost. Once they hold more than ``memory_budget`` bytes, the graphs of the remaining micro-batches
-    are rebuilt for every product (about 1.8 times the time).
+    are rebuilt for every product, which adds the cost of building to each.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class CurvatureProduct:
                 return None
             with explained():
                 graph = self._kind(evaluation, self._objective.parameters.params)
-        self._objective.sample_gradients += self._kind.build_cost * evaluation.samples
+        self._objective.sample_gradients += GRADIENT * evaluation.samples  # a forward and a backward pass
         return graph, evaluation.weight, evaluation.samples
 
     @contextmanager
