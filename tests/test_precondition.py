@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Iterator
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from krylov_descent import KSD, Subsets
 from krylov_descent.data import Microbatch
 from krylov_descent.distributed import SingleProcess
 from krylov_descent.fisher_diagonal import FisherDiagonal
@@ -26,7 +28,7 @@ class EverySign(FisherDiagonal):
 
     signs: Tensor
 
-    def _signs(self, n: int) -> Tensor:
+    def _signs(self, n: int, generator: torch.Generator) -> Tensor:
         return self.signs
 
 
@@ -53,7 +55,7 @@ def test_layer_rules_are_exact(name: str) -> None:
     statistics = FisherDiagonal(objective.parameters, 1e-2, 1, (0,))
     D = diagonal(statistics, objective, batches_of(problem.data, n - 2, 2))
     assert relative(D, dense_diagonal(problem)) < 1e-9
-    assert statistics.by_rule == set(range(len(problem.params)))
+    assert statistics.verdict.trusted == set(range(len(problem.params)))
 
 
 @pytest.mark.parametrize("probes", [1, 2])
@@ -77,8 +79,7 @@ def test_rules_that_would_be_wrong_give_way_to_the_probe(name: str, probed: set[
     objective = objective_of(problem)
     statistics = FisherDiagonal(objective.parameters, 1e-2, 1, (0,))
     diagonal(statistics, objective, batches_of(problem.data, len(problem.data[0])))
-    assert statistics.by_rule is not None
-    assert not probed & statistics.by_rule
+    assert not probed & statistics.verdict.trusted
 
 
 def test_module_called_twice_and_time_first_layers_take_the_probe() -> None:
@@ -99,8 +100,7 @@ def test_module_called_twice_and_time_first_layers_take_the_probe() -> None:
         objective = objective_of(problem)
         statistics = FisherDiagonal(objective.parameters, 1e-2, 1, (0,))
         diagonal(statistics, objective, batches_of(problem.data, 4))
-        assert statistics.by_rule is not None
-        assert 0 not in statistics.by_rule, closure.__name__
+        assert 0 not in statistics.verdict.trusted, closure.__name__
         total = torch.zeros(20, dtype=torch.float64)
         for signs in patterns(4):
             every = EverySign(objective.parameters, 1e-2, 1, (0,))
@@ -128,7 +128,7 @@ def test_without_sets_every_row_is_a_sample() -> None:
     class Alternating(FisherDiagonal):
         queue: list[Tensor]
 
-        def _signs(self, n: int) -> Tensor:
+        def _signs(self, n: int, generator: torch.Generator) -> Tensor:
             return self.queue.pop(0)
 
     total = torch.zeros_like(expected)
@@ -174,7 +174,7 @@ def test_scale_of_the_loss_does_not_matter(scale: float) -> None:
     objective = objective_of(Problem(model, problem.data, closure))
     statistics = FisherDiagonal(objective.parameters, 1e-2, 1, (0,))
     objective.value_and_gradient(batches_of(problem.data, 4, 3), statistics)
-    assert statistics.by_rule == {0, 1, 2, 3}
+    assert statistics.verdict.trusted == {0, 1, 2, 3}
     solve = statistics.solver(objective.comm)
     assert solve is not None
     D = 1 / solve(torch.ones(objective.parameters.numel))
@@ -202,7 +202,7 @@ def test_rows_that_mix_after_the_layer_take_the_probe() -> None:
         statistics = EverySign(objective.parameters, 1e-2, 1, (0,))
         statistics.signs = signs
         total += diagonal(statistics, objective, [Microbatch(None, None)])
-        assert statistics.by_rule == {2, 3}
+        assert statistics.verdict.trusted == {2, 3}
     assert relative(total / 2**n, expected) < 1e-9
 
 
@@ -236,8 +236,7 @@ def test_subclasses_with_their_own_forward_take_the_probe() -> None:
         statistics = EverySign(objective.parameters, 1e-2, 1, (0,))
         statistics.signs = signs
         total += diagonal(statistics, objective, batches_of(problem.data, 5))
-        assert statistics.by_rule is not None
-        assert not {0, 2, 4} & statistics.by_rule
+        assert not {0, 2, 4} & statistics.verdict.trusted
     assert relative(total / 2**5, dense_diagonal(problem)) < 1e-9
 
 
@@ -273,7 +272,7 @@ def test_signs_are_keyed_and_leave_the_global_generator_alone() -> None:
     objective = objective_of(problem)
     before = torch.get_rng_state()
     Ds = [
-        diagonal(Fisher().start(objective.parameters, *key), objective, batches_of(problem.data, 6))
+        diagonal(Fisher().prepare().start(objective, *key), objective, batches_of(problem.data, 6))
         for key in ((0, 1), (0, 1), (0, 2))
     ]
     assert torch.equal(Ds[0], Ds[1])
@@ -293,10 +292,74 @@ def test_a_first_micro_batch_without_gradient_decides_nothing() -> None:
     objective = objective_of(Problem(problem.model, problem.data, closure))
     statistics = FisherDiagonal(objective.parameters, 1e-2, 1, (0,))
     objective.value_and_gradient(batches_of(problem.data, 2, 4), statistics)
-    assert statistics.by_rule == {2, 3}
+    assert statistics.verdict.trusted == {2, 3}
 
 
 @pytest.mark.parametrize("bad", [{"floor": 0.0}, {"floor": 2.0}, {"probes": 0}])
 def test_options_are_checked(bad: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="must be"):
         Fisher(**bad)
+
+
+def test_a_layer_before_zeros_is_judged_when_it_can_be() -> None:
+    """A last layer of zeros lets no gradient through: agreeing with zero tells nothing of a rule."""
+    problem = problems.in_place()
+    head = [m for m in problem.model.modules() if isinstance(m, nn.Linear)][-1]
+    saved = head.weight.detach().clone()
+    objective = objective_of(problem)
+    preconditioner = Fisher().prepare()
+    with torch.no_grad():
+        head.weight.zero_()
+    first = preconditioner.start(objective, 0)
+    diagonal(first, objective, batches_of(problem.data, len(problem.data[0])))
+    assert first.verdict.judged == first.verdict.trusted == {2, 3}
+    with torch.no_grad():
+        head.weight.copy_(saved)
+    second = preconditioner.start(objective, 1)
+    diagonal(second, objective, batches_of(problem.data, len(problem.data[0])))
+    assert second.verdict is first.verdict
+    assert second.verdict.judged == {0, 1, 2, 3}
+    assert second.verdict.trusted == {2, 3}
+
+
+def test_a_closure_that_takes_another_path_is_noticed() -> None:
+    """The rule was right at first; then the weight acts a second time. The pass is taken again, with the probe."""
+    torch.manual_seed(0)
+    layer = nn.Linear(3, 3).double()
+    x = torch.randn(8, 3, dtype=torch.float64)
+    state = {"twice": False}
+
+    def closure(batch: Any) -> tuple[Tensor, Tensor]:
+        z = layer(batch[0])
+        if state["twice"]:
+            z = z + batch[0] @ layer.weight
+        return z.square().sum(1).mean(), z
+
+    optimizer = KSD(layer.parameters(), krylov_dim=2)
+    sets = Subsets((x,), batch_size=4, seed=0)
+    for state["twice"] in (False, False, True):
+        optimizer.step(closure, sets)
+    verdict = optimizer._settings.preconditioner._verdict  # type: ignore[union-attr]
+    assert verdict.judged == {0, 1}
+    assert verdict.trusted == {1}
+
+
+def test_another_closure_and_a_copy_are_judged_anew() -> None:
+    problem = problems.mlp()
+    objective = objective_of(problem)
+    preconditioner = Fisher().prepare()
+    batches = batches_of(problem.data, 7)
+    costs = []
+    for identity in ("a", "a", "b"):
+        objective.identity, objective.sample_gradients = identity, 0.0
+        diagonal(preconditioner.start(objective, 0), objective, batches)
+        costs.append(objective.sample_gradients / 7)
+    assert costs == pytest.approx([1 + 2 / 3, 1, 1 + 2 / 3])
+    assert copy.deepcopy(preconditioner)._verdict.judged == set()
+    assert preconditioner._verdict.judged == {0, 1, 2, 3}
+
+
+def test_no_hook_outlives_the_pass() -> None:
+    w = nn.Parameter(torch.ones(3, dtype=torch.float64))
+    KSD([w]).step(lambda: (w.square().mean(), w))
+    assert not w._backward_hooks

@@ -71,7 +71,7 @@ class Halving:
     def __init__(self) -> None:
         self.batches = 0
 
-    def start(self, parameters: ParameterVector, *key: int) -> Halving:
+    def start(self, objective: Objective, *key: int) -> Halving:
         assert key == (0, 0, 0)
         return self
 

@@ -13,23 +13,23 @@ Deviations from the paper:
 
 from __future__ import annotations
 
+import functools
 import hashlib
-from collections import Counter
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from krylov_descent.closure import Evaluation, require_outputs, require_rows, row_scaled
 from krylov_descent.curvature.gauss_newton import require_influence
 from krylov_descent.distributed import Comm
-from krylov_descent.layer_rules import Layer, bias_squares, discrepancy, has_rule, layer_of, weight_squares
-from krylov_descent.objective import PROBE
+from krylov_descent.layer_rules import Scratch
+from krylov_descent.objective import PROBE, PassAgain
 from krylov_descent.parameters import ParameterVector
+from krylov_descent.rule_check import Call, Verdict, Witness, recorded_calls, right_and_wrong
 
 
 def _seed(key: Sequence[int]) -> int:
@@ -37,111 +37,178 @@ def _seed(key: Sequence[int]) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-@dataclass(frozen=True, eq=False)
-class _Call:
-    """One recorded call of a module with a rule."""
-
-    module: nn.Module
-    a: Tensor
-    output: Tensor
-
-
 class FisherDiagonal:
-    """Σᵢ gᵢ∘gᵢ over a pass: layer rules where they reproduce the gradient, the random-sign probe elsewhere."""
+    """Σᵢ gᵢ∘gᵢ over a pass: layer rules where they reproduce the gradient, the random-sign probe elsewhere.
 
-    def __init__(self, parameters: ParameterVector, floor: float, probes: int, key: Sequence[int]) -> None:
+    A rule that is trusted is served while the backward pass runs, by a hook that sees δ and lets it go. A rule that was
+    never judged has its δ kept, and is judged after the backward pass.
+    """
+
+    def __init__(
+        self,
+        parameters: ParameterVector,
+        floor: float,
+        probes: int,
+        key: Sequence[int],
+        verdict: Verdict | None = None,
+    ) -> None:
         self._parameters = parameters
         self._floor = floor
         self._probes = probes
         # Drawn on the CPU and keyed, so that a resumed run sees the same signs and no global state is consumed.
         self._generator = torch.Generator("cpu").manual_seed(_seed(key))
+        # Checks draw from their own, as a resumed run repeats those that an uninterrupted one has behind it.
+        self._check_generator = torch.Generator("cpu").manual_seed(_seed((*key, 1)))
         self._index = {id(p): i for i, p in enumerate(parameters.params)}
         self._squares = parameters.zeros()  # Σ_b (w_b·unit)² Σᵢ (Jᵢᵀδᵢ)²
         self._views = parameters.views(self._squares)
+        self._scratch = Scratch()
         self._unit: float | None = None
-        self._calls: list[_Call] = []
         self._samples = 0
         self._available = True
+        self._calls: list[Call] = []
+        self._unjudged: list[Call] = []
+        self._handles: list[RemovableHandle] = []
+        self._served: set[int] = set()
+        self._witnesses: list[Witness] = []
+        self._batches = 0
+        self._watching = False
         # Rounding reached 20 ε on deep autoencoders. Half precision rounds too much to tell a wrong rule.
         dtype = parameters.params[0].dtype
         self._tolerance = 512 * torch.finfo(dtype).eps if dtype == parameters.dtype else 0.0
-        self.by_rule: set[int] | None = None
-        """The parameters that rules serve; None before the first micro-batch has told."""
+        self.verdict = Verdict() if verdict is None else verdict
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        """KSD is given parameters, not a model: a global hook finds the modules that own them."""
-        self._calls = []
-
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            owns = any(id(p) in self._index for p in module._parameters.values())
-            if owns and has_rule(module) and all(isinstance(x, Tensor) for x in (*args, output)) and len(args) == 1:
-                self._calls.append(_Call(module, args[0], output))
-
-        handle = register_module_forward_hook(hook)
-        try:
+        """Surround the closure: notes the calls of modules that may have a rule."""
+        with recorded_calls(self._index) as calls:
             yield
-        finally:
-            handle.remove()
+        self._calls = calls
 
     def wanted(self, evaluation: Evaluation) -> Sequence[Tensor]:
-        """∂loss/∂ of each recorded layer's output, and of the outputs."""
+        """∂loss/∂ of what has to be looked at after the backward pass; nothing if rules serve every parameter."""
+        calls, self._calls = self._calls, []
+        self._unjudged, self._witnesses, self._served = [], [], set()
+        self._batches += 1
+        # A closure changes its path between steps if at all, so few micro-batches of a pass need watching: 1, 4, 16, …
+        self._watching = self._batches & (self._batches - 1) == 0 and self._batches.bit_length() % 2 == 1
         if not evaluation.outputs:
             self._available = False
             return ()
         if self._samples == 0:
             require_outputs(evaluation, "The Fisher preconditioner")
         require_rows(evaluation)
-        self._calls = [call for call in self._calls if call.output.requires_grad]
-        return [*(call.output for call in self._calls), *evaluation.outputs]
+        self._watch_backward(evaluation.outputs, lambda delta: self._set_unit(evaluation.weight, delta))
+        served = set()
+        for call in calls:
+            if not call.fits(evaluation.samples):
+                continue
+            if not self.verdict.judged.issuperset(call.indices.values()):
+                self._unjudged.append(call)
+            elif trusted := self.verdict.trusted.intersection(call.indices.values()):
+                served |= trusted
+                self._watch_backward([call.output], functools.partial(self._serve, call, evaluation.weight))
+        if len(served) == len(self._parameters.params):
+            return ()
+        return [*(call.output for call in self._unjudged), *evaluation.outputs]
 
     def collect(
         self, evaluation: Evaluation, gradient: Sequence[Tensor | None], wanted: Sequence[Tensor | None]
     ) -> float:
         """Add one micro-batch's Σᵢ gᵢ∘gᵢ."""
-        calls, self._calls = self._calls, []  # they hold the graph
+        unjudged, self._unjudged = self._unjudged, []  # they hold the graph
+        for handle in self._handles:  # an output may be a parameter, which outlives the graph
+            handle.remove()
+        self._handles = []
         if not self._available:
             return 0.0
         self._samples += evaluation.samples
-        deltas, dL_dz = wanted[: len(calls)], wanted[len(calls) :]
         if evaluation.weight == 0:
             return 0.0
-        require_influence(dL_dz)
-        scale = self._scale(evaluation.weight, dL_dz)
-        if scale is None:
+        G = {i: g for i, g in enumerate(gradient) if g is not None}
+        _, wrong = right_and_wrong(self._witnesses, G, None, self._tolerance)
+        served, self._served, self._witnesses = self._served, set(), []
+        if wrong:
+            # The closure has taken another path than when the rule was judged, and the squares are added already.
+            self.verdict.trusted -= wrong
+            raise PassAgain
+        if not wanted:
             return 0.0
-        layers = self._layers(calls, deltas, evaluation.samples, scale)
-        used = [i for i, g in enumerate(gradient) if g is not None]
-        probes = pulls = 0
-        if self.by_rule is None:
-            # Once a pass, rules must also reproduce a signed sum: it tells whether rows are attributed to the right
-            # samples, which the gradient cannot. The pull-back serves as the first probe.
-            signs = self._all_signs(evaluation)
-            pulled = self._pull_back(evaluation, dL_dz, signs, used, scale)
-            probes = pulls = 1
-            check_signs, check = signs, pulled
-            if all(bool((s == s[0]).all()) for s in signs):  # too few samples to differ by chance
-                check_signs = [(torch.arange(len(s), device="cpu") % 2).mul_(-2).add_(1) for s in signs]
-                check = self._pull_back(evaluation, dL_dz, check_signs, used, scale)
-                pulls += 1
-            s = check_signs[0] if evaluation.aligned else torch.cat(check_signs)
-            self.by_rule = self._reproduced(layers, check, s)
-            exact = self.by_rule
-            self._add_probe({i: x for i, x in pulled.items() if i not in exact})
-        else:
-            kept = {i: layer for i, layer in layers.items() if i in self.by_rule}
-            scaled = {i: g * scale for i in kept if (g := gradient[i]) is not None}
-            exact = self._reproduced(kept, scaled, torch.ones(evaluation.samples, device="cpu"))
-        rest = [i for i in used if i not in exact]
-        for i in exact:
-            layer, is_weight = layers[i]
-            squares = weight_squares(layer) if is_weight else bias_squares(layer)
-            self._views[i].add_(squares.view_as(self._views[i]))
-        while rest and probes < self._probes:
-            self._add_probe(self._pull_back(evaluation, dL_dz, self._all_signs(evaluation), rest, scale))
-            probes += 1
+        deltas, dL_dz = wanted[: len(unjudged)], wanted[len(unjudged) :]
+        require_influence(dL_dz)
+        if self._unit is None:
+            return 0.0  # every ∂loss/∂z was zero: nothing to add, and nothing to judge a rule by
+        pulls = self._judge(evaluation, dL_dz, unjudged, deltas, G)
+        self._watching = False  # these rules have just been judged
+        for call, delta in zip(unjudged, deltas, strict=True):
+            if delta is not None:
+                self._serve(call, evaluation.weight, delta)
+        served |= self._served
+        self._served = set()
+        rest = [i for i in G if i not in served]
+        scale = evaluation.weight * self._unit
+        for _ in range(self._probes if rest else 0):
+            signs = self._all_signs(evaluation, self._generator)
+            for i, x in self._pull_back(evaluation, dL_dz, signs, rest, scale).items():
+                x = x.to(self._parameters.dtype)
+                self._views[i].addcmul_(x, x, value=1 / self._probes)
             pulls += 1
         return PROBE * pulls
+
+    def _watch_backward(self, tensors: Sequence[Tensor], see: Callable[[Tensor], None]) -> None:
+        """Show ∂loss/∂ of each tensor when the backward pass has it. Hooks run in the order in which they are set."""
+        self._handles += [x.register_hook(see) for x in tensors]  # type: ignore[no-untyped-call]
+
+    def _set_unit(self, weight: float, delta: Tensor) -> None:
+        """1 / |w_b ∂loss/∂z|, roughly: keeps squares of tiny or huge losses within the dtype; one for a whole pass."""
+        if self._unit is None and delta.numel():
+            size = float(delta.abs().max()) * weight
+            if 0 < size < math.inf:
+                self._unit = 1 / size
+
+    def _serve(self, call: Call, weight: float, delta: Tensor) -> None:
+        """Add the squares of a call's trusted parameters, and note what the gradient must confirm."""
+        self._set_unit(weight, delta)
+        trusted = {k: i for k, i in call.indices.items() if i in self.verdict.trusted}
+        if self._unit is None or not trusted:
+            return
+        layer = call.layer(delta, self._parameters.dtype, weight * self._unit)
+        into = {is_weight: self._views[i] for is_weight, i in trusted.items()}
+        layer.add_squares(into.get(True), into.get(False), self._scratch)
+        self._served |= set(trusted.values())
+        if self._watching:
+            self._witnesses.append(Witness(layer, trusted, self._random))
+
+    def _judge(
+        self,
+        evaluation: Evaluation,
+        dL_dz: Sequence[Tensor | None],
+        calls: Sequence[Call],
+        deltas: Sequence[Tensor | None],
+        G: dict[int, Tensor],
+    ) -> int:
+        """Put rules to the test; returns the pull-backs that it took.
+
+        They must reproduce the gradient, and a signed sum Σᵢ sᵢ gᵢ: it tells whether rows are attributed to the right
+        samples, which the gradient cannot.
+        """
+        witnesses = [
+            Witness(call.layer(delta, self._parameters.dtype, 1.0), call.indices, self._random)
+            for call, delta in zip(calls, deltas, strict=True)
+            if delta is not None
+        ]
+        if not witnesses:
+            return 0
+        signs = self._all_signs(evaluation, self._check_generator)
+        if all(bool((s == s[0]).all()) for s in signs):  # too few samples to differ by chance
+            signs = [(torch.arange(len(s), device="cpu") % 2).mul_(-2).add_(1) for s in signs]
+        pulled = self._pull_back(evaluation, dL_dz, signs, list(G), 1.0)
+        s = signs[0] if evaluation.aligned else torch.cat(signs)
+        right, wrong = right_and_wrong(witnesses, pulled, s.to(self._squares), self._tolerance)
+        confirmed, refuted = right_and_wrong(witnesses, G, None, self._tolerance)
+        self.verdict.trusted |= right & confirmed
+        self.verdict.judged |= (right & confirmed) | wrong | refuted
+        return 1
 
     def diagonal(self, total_weight: float, comm: Comm) -> Tensor:
         """D before flooring: gᵢ = N (w_b/W) Jᵢᵀδᵢ, so that (1/N) Σᵢ gᵢ² = (N/W²) Σ_b w_b² Σᵢ (Jᵢᵀδᵢ)²."""
@@ -159,52 +226,6 @@ class FisherDiagonal:
         inverse = squares.div_(largest).clamp_(min=self._floor).reciprocal_()
         return lambda w: w * inverse
 
-    def _scale(self, weight: float, dL_dz: Sequence[Tensor | None]) -> float | None:
-        """w_b in a unit that keeps squares of tiny or huge losses within the dtype; the same for a whole pass.
-
-        None while every ∂loss/∂z was zero (nothing to add, and nothing to check a rule by) or not finite.
-        """
-        if self._unit is None:
-            size = max((float(d.abs().max()) for d in dL_dz if d is not None and d.numel()), default=0.0)
-            if not 0 < size < float("inf"):
-                return None
-            self._unit = 1 / (weight * size)
-        return weight * self._unit
-
-    def _layers(
-        self, calls: Sequence[_Call], deltas: Sequence[Tensor | None], samples: int, scale: float
-    ) -> dict[int, tuple[Layer, bool]]:
-        """Index of a parameter → the layer that may serve it, and whether it is the weight."""
-        times = Counter(id(call.module) for call in calls)
-        layers: dict[int, tuple[Layer, bool]] = {}
-        for call, delta in zip(calls, deltas, strict=True):
-            if delta is None or times[id(call.module)] > 1:
-                continue  # several calls: the square of a sum, which no single call knows
-            dtype = self._parameters.dtype
-            layer = layer_of(call.module, call.a.detach().to(dtype), delta.to(dtype) * scale, samples)
-            for name in ("weight", "bias"):
-                i = self._index.get(id(call.module._parameters.get(name)))
-                if layer is not None and i is not None:
-                    layers[i] = (layer, name == "weight")
-        return layers
-
-    def _reproduced(self, layers: dict[int, tuple[Layer, bool]], G: dict[int, Tensor], s: Tensor) -> set[int]:
-        """The parameters whose rule gives uᵀGv for random u and v."""
-        s = s.to(self._squares)
-        checked, errors, scales = [], [], []
-        for i, (layer, is_weight) in layers.items():
-            u = self._random(layer.delta.shape[2])
-            v = self._random(layer.width) if is_weight else None
-            if i in G:
-                error, scale = discrepancy(layer, G[i].to(self._parameters.dtype), s, u, v)
-                checked.append(i)
-                errors.append(error)
-                scales.append(scale)
-        if not checked:
-            return set()
-        agrees = (torch.stack(errors).abs() <= self._tolerance * torch.stack(scales)).tolist()
-        return {i for i, agree in zip(checked, agrees, strict=True) if agree}
-
     def _pull_back(
         self,
         evaluation: Evaluation,
@@ -215,7 +236,7 @@ class FisherDiagonal:
     ) -> dict[int, Tensor]:
         """Σᵢ sᵢ Jᵢᵀδᵢ, scaled, for the parameters of these indices."""
         zs = [
-            (z, row_scaled(d, s.to(d)).mul_(scale))
+            (z, row_scaled(d, s.to(d) * scale))
             for z, d, s in zip(evaluation.outputs, dL_dz, signs, strict=True)
             if d is not None
         ]
@@ -225,20 +246,15 @@ class FisherDiagonal:
         )
         return {i: x for i, x in zip(indices, pulled, strict=True) if x is not None}
 
-    def _add_probe(self, pulled: dict[int, Tensor]) -> None:
-        for i, x in pulled.items():
-            x = x.to(self._parameters.dtype)
-            self._views[i].addcmul_(x, x, value=1 / self._probes)
-
-    def _all_signs(self, evaluation: Evaluation) -> list[Tensor]:
+    def _all_signs(self, evaluation: Evaluation, generator: torch.Generator) -> list[Tensor]:
         """Signs for the rows of each output: the same for all of a sample's rows."""
         if evaluation.aligned:
-            return [self._signs(evaluation.samples)] * len(evaluation.outputs)
-        return [self._signs(z.shape[0] if z.ndim else 1) for z in evaluation.outputs]
+            return [self._signs(evaluation.samples, generator)] * len(evaluation.outputs)
+        return [self._signs(z.shape[0] if z.ndim else 1, generator) for z in evaluation.outputs]
 
-    def _signs(self, n: int) -> Tensor:
-        return torch.randint(0, 2, (n,), generator=self._generator, device="cpu").mul_(2).sub_(1)
+    def _signs(self, n: int, generator: torch.Generator) -> Tensor:
+        return torch.randint(0, 2, (n,), generator=generator, device="cpu").mul_(2).sub_(1)
 
     def _random(self, n: int) -> Tensor:
-        x = torch.randn(n, generator=self._generator, dtype=self._parameters.dtype, device="cpu")
+        x = torch.randn(n, generator=self._check_generator, dtype=self._parameters.dtype, device="cpu")
         return x.to(self._parameters.device)

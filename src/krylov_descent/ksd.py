@@ -24,7 +24,7 @@ from torch import Tensor
 from krylov_descent.acceptance import better_before
 from krylov_descent.basis import Subspace
 from krylov_descent.data import Microbatch
-from krylov_descent.objective import BatchLosses, Objective, relative_noise
+from krylov_descent.objective import BatchLosses, Objective, PassAgain, relative_noise
 from krylov_descent.precondition import Precondition, Preconditioner
 from krylov_descent.report import Settlement, StepReport, StopReason
 from krylov_descent.search import Found, Search, search_subspace
@@ -126,7 +126,7 @@ def _step(
         notes.append(f"The previous step had raised the loss on A and was undone; C has now {draw.sizes['C']} samples.")
     if precondition is None and settings.preconditioner is not None:
         notes.append("The closure returned only the loss, so there are no per-sample gradients: no preconditioner.")
-    name = "none" if precondition is None else type(settings.preconditioner).__name__.lower()
+    name = "none" if precondition is None else _name(settings.preconditioner)
 
     subspace: Subspace | None = None
     if grad_norm > 0:
@@ -219,9 +219,13 @@ def _pass_over_A(
     if settings.preconditioner is None:
         losses, g = objective.value_and_gradient(draw.a)
         return losses, g, None
-    statistics = settings.preconditioner.start(objective.parameters, memory.seed, memory.iteration, attempt)
-    losses, g = objective.value_and_gradient(draw.a, statistics)
-    return losses, g, statistics.solver(objective.comm)
+    while True:
+        statistics = settings.preconditioner.start(objective, memory.seed, memory.iteration, attempt)
+        try:
+            losses, g = objective.value_and_gradient(draw.a, statistics)
+        except PassAgain:
+            continue
+        return losses, g, statistics.solver(objective.comm)
 
 
 def _norm(g: Tensor, objective: Objective) -> float:
@@ -239,6 +243,10 @@ def _require_finite(loss: float, grad_norm: float) -> None:
                 "Look for NaN or inf in the data, labels out of range, logarithms or divisions by zero in the "
                 "closure, or an initialisation that overflows."
             )
+
+
+def _name(preconditioner: Preconditioner | None) -> str:
+    return str(getattr(preconditioner, "name", type(preconditioner).__name__.lower()))
 
 
 def _identity(w: Tensor) -> Tensor:

@@ -37,6 +37,10 @@ def relative_noise(dtype: torch.dtype) -> float:
     return 8 * torch.finfo(dtype).eps
 
 
+class PassAgain(Exception):  # noqa: N818 — no error
+    """Raised by ``Statistics.collect``: what was gathered is void, and the pass must be taken again from its start."""
+
+
 class Statistics(Protocol):
     """What a preconditioner gathers along the pass over A, beside the gradient."""
 
@@ -67,8 +71,10 @@ class BatchLosses:
 class Objective:
     """f, ∇f and evaluations on micro-batches; counts what they cost in ``sample_gradients``."""
 
-    def __init__(self, closure: BatchClosure, parameters: ParameterVector, comm: Comm) -> None:
+    def __init__(self, closure: BatchClosure, parameters: ParameterVector, comm: Comm, identity: object = None) -> None:
         self.parameters = parameters
+        self.identity = identity
+        """Tells one closure from another, for what is remembered about it from step to step."""
         self.comm = comm
         self.sample_gradients = 0.0
         self._closure = closure

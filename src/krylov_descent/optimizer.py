@@ -85,7 +85,7 @@ class KSD(Optimizer):
         *,
         krylov_dim: int = 20,
         curvature: Literal["ggn", "hessian", "fisher"] = "ggn",
-        preconditioner: Literal["fisher"] | Preconditioner | None = "fisher",
+        preconditioner: Literal["fisher"] | Fisher | Preconditioner | None = "fisher",
         previous: Literal["step", "e1"] | None = "step",
         search: Search = Search(),  # noqa: B008 — frozen
         weight_decay: float = 0.0,
@@ -98,8 +98,10 @@ class KSD(Optimizer):
             raise ValueError(f"krylov_dim={krylov_dim!r}: must be a whole number ≥ 1; the paper's is 20.")
         if curvature not in CURVATURES:
             raise ValueError(f"curvature={curvature!r}: must be one of {sorted(CURVATURES)}.")
-        if preconditioner == "fisher":
+        if isinstance(preconditioner, str) and preconditioner == "fisher":
             preconditioner = Fisher()
+        if isinstance(preconditioner, Fisher):
+            preconditioner = preconditioner.prepare()
         if isinstance(preconditioner, type) or (preconditioner is not None and not hasattr(preconditioner, "start")):
             raise ValueError(f"preconditioner={preconditioner!r}: must be 'fisher', Fisher(...) or None.")
         if previous not in ("step", "e1", None):
@@ -220,7 +222,9 @@ class KSD(Optimizer):
         except ValueError:
             pass  # a builtin without a signature
         call = closure if sets is not None else (lambda _: closure())
-        objective = Objective(call, parameters, self._comm)
+        # Its code and not itself, which may hold data that should die with it.
+        identity = getattr(closure, "__code__", type(closure))
+        objective = Objective(call, parameters, self._comm, identity)
         source = FullBatch() if sets is None else sets
         return objective, lambda growth: source.draw(
             memory.iteration, krylov_dim=self._krylov_dim, search_growth=growth

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from krylov_descent.distributed import Comm
 from krylov_descent.fisher_diagonal import FisherDiagonal
-from krylov_descent.objective import Statistics
-from krylov_descent.parameters import ParameterVector
+from krylov_descent.objective import Objective, Statistics
+from krylov_descent.rule_check import Verdict
 
 Precondition = Callable[[Tensor], Tensor]
 """w [P_local] → D⁻¹w [P_local]."""
@@ -26,9 +26,9 @@ class PreconditionerStatistics(Statistics, Protocol):
 
 
 class Preconditioner(Protocol):
-    """A way to precondition: options that start the gathering of statistics on each pass over A."""
+    """A way to precondition: starts the gathering of statistics on each pass over A."""
 
-    def start(self, parameters: ParameterVector, *key: int) -> PreconditionerStatistics:
+    def start(self, objective: Objective, *key: int) -> PreconditionerStatistics:
         """Begin a pass; ``key`` seeds whatever is random in it."""
         ...
 
@@ -57,6 +57,28 @@ class Fisher:
         if self.probes < 1:
             raise ValueError(f"Fisher(probes={self.probes}): must be at least 1.")
 
-    def start(self, parameters: ParameterVector, *key: int) -> FisherDiagonal:
-        """Begin a pass over A."""
-        return FisherDiagonal(parameters, self.floor, self.probes, key)
+    def prepare(self) -> FisherPreconditioner:
+        """For one optimizer: what works by these options, and remembers which rules it found right."""
+        return FisherPreconditioner(self)
+
+
+class FisherPreconditioner:
+    """The diagonal of the Fisher matrix, for one optimizer."""
+
+    name = "fisher"
+
+    def __init__(self, options: Fisher) -> None:
+        self._options = options
+        self._judged: tuple[object, ...] = ()
+        self._verdict = Verdict()
+
+    def start(self, objective: Objective, *key: int) -> FisherDiagonal:
+        """Begin a pass over A; another closure or other parameters are judged anew."""
+        judged = (objective.identity, *map(id, objective.parameters.params))
+        if judged != self._judged:
+            self._judged, self._verdict = judged, Verdict()
+        return FisherDiagonal(objective.parameters, self._options.floor, self._options.probes, key, self._verdict)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy is of other parameters.
+        return {"_options": self._options, "_judged": (), "_verdict": Verdict()}

@@ -1,0 +1,35 @@
+"""Gradient + Fisher diagonal ÷ gradient, ours and BackPACK's, on the same batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from benchmarks import hand, rivals
+from benchmarks.problems import Problem
+from benchmarks.timing import Ratio, interleaved, ratio
+from krylov_descent.precondition import Fisher
+
+MICROBATCHES = 6
+
+
+def measure(problem: Problem, rounds: int) -> dict[str, Ratio]:
+    """Each candidate's time for a pass over the batch in micro-batches, in units of a pass for the gradient alone."""
+    objective = problem.objective()
+    preconditioner = Fisher().prepare()
+    batches = problem.microbatches(MICROBATCHES)
+
+    def both() -> None:
+        objective.value_and_gradient(batches, preconditioner.start(objective, 0))
+
+    candidates: dict[str, Callable[[], object]] = {
+        "gradient": lambda: objective.value_and_gradient(batches),
+        "gradient + D": both,
+        "BackPACK": rivals.backpack_fisher(problem, batches),
+    }
+    if problem.name in hand.WRITTEN:
+        net = hand.HandWritten(problem)
+        squares = objective.parameters.zeros()
+        candidates["hand-written"] = lambda: [net.gradient(*batch.data, squares) for batch in batches]
+        candidates["hand-written gradient"] = lambda: [net.gradient(*batch.data) for batch in batches]
+    seconds = interleaved(candidates, rounds)
+    return {name: ratio(seconds[name], seconds["gradient"]) for name in candidates if name != "gradient"}
