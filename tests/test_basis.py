@@ -8,13 +8,13 @@ from torch import Tensor
 
 from krylov_descent.basis import Subspace, krylov_basis
 from krylov_descent.distributed import SingleProcess
+from krylov_descent.rows import Rows
 from krylov_descent.search import whiten
 from tests import reference
 
 
 def build(H: Tensor, D: Tensor, g: Tensor, d_prev: Tensor | None, K: int) -> Subspace:
-    buffer = torch.full((K + 1, len(g)), torch.nan, dtype=g.dtype)
-    return krylov_basis(lambda v: H @ v, lambda w: w / D, g, d_prev, K, buffer, SingleProcess())
+    return krylov_basis(lambda v: H @ v, lambda w: w / D, g, d_prev, K, Rows(K + 1, g), SingleProcess())
 
 
 def setup(P: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -29,16 +29,16 @@ def test_equals_the_naive_transcription() -> None:
     H, D, g, d_prev = setup(40)
     subspace = build(H, D, g, d_prev, 8)
     V, H_bar = reference.algorithm_2(H, D, g, d_prev, 8)
-    torch.testing.assert_close(subspace.V, V.T, rtol=1e-8, atol=1e-8)
+    torch.testing.assert_close(subspace.V.tensor(), V.T, rtol=1e-8, atol=1e-8)
     torch.testing.assert_close(subspace.H, H_bar, rtol=1e-8, atol=1e-8)
     assert subspace.krylov_dim == 8
-    assert subspace.V.shape == (9, 40)
+    assert subspace.V.tensor().shape == (9, 40)
 
 
 def test_spans_the_powers_and_the_previous_direction() -> None:
     """Both earlier public codes lose d_prev by an off-by-one."""
     H, D, g, d_prev = setup(40)
-    V = build(H, D, g, d_prev, 6).V
+    V = build(H, D, g, d_prev, 6).V.tensor()
     vectors, u = [d_prev], g / D
     for _ in range(6):
         vectors.append(u)
@@ -51,7 +51,7 @@ def test_spans_the_powers_and_the_previous_direction() -> None:
 
 def test_reduced_hessian_is_tridiagonal_in_the_inner_product_of_D() -> None:
     H, D, g, _ = setup(30)
-    V = build(H, D, g, None, 7).V
+    V = build(H, D, g, None, 7).V.tensor()
     # A D-orthonormal basis of the same nested spaces.
     L = torch.linalg.cholesky(V @ torch.diag(D) @ V.T)
     W = torch.linalg.solve_triangular(L, V, upper=False)
@@ -82,15 +82,15 @@ def test_breakdown_ends_the_krylov_part_and_keeps_the_previous_direction(with_pr
     d_prev = torch.randn(20, dtype=torch.float64) if with_previous else None
     subspace = build(H, torch.ones(20, dtype=torch.float64), g, d_prev, 10)
     assert subspace.krylov_dim == 3
-    assert len(subspace.V) == 3 + with_previous
+    assert subspace.V.m == 3 + with_previous
     assert subspace.orthogonality_error < 1e-12
     if d_prev is not None:
-        assert float((d_prev - subspace.V.T @ (subspace.V @ d_prev)).norm()) < 1e-12
+        assert float((d_prev - subspace.V.combine(subspace.V.dots(d_prev))).norm()) < 1e-12
 
 
 def test_previous_direction_inside_the_span_is_left_out() -> None:
     H, D, g, _ = setup(30)
-    assert len(build(H, D, g, g / D, 5).V) == 5
+    assert build(H, D, g, g / D, 5).V.m == 5
 
 
 def test_two_passes_keep_orthogonality_in_float32_at_80_vectors() -> None:
@@ -106,7 +106,7 @@ def test_two_passes_keep_orthogonality_in_float32_at_80_vectors() -> None:
 def test_no_overflow_in_float32(scale: float) -> None:
     H, D, g, d_prev = setup(20, dtype=torch.float32)
     subspace = build(H, D, g * scale, d_prev * scale, 5)
-    assert len(subspace.V) == 6
+    assert subspace.V.m == 6
     assert subspace.orthogonality_error < 1e-5
 
 
@@ -118,10 +118,10 @@ def test_products_that_are_not_finite_are_left_out() -> None:
         calls.append(v)
         return H @ v if len(calls) in (1, 2, 4) else v * torch.nan
 
-    buffer = torch.empty(6, 20, dtype=torch.float64)
+    buffer = Rows(6, g)
     subspace = krylov_basis(product, lambda w: w / D, g, d_prev, 5, buffer, SingleProcess())
-    assert (subspace.krylov_dim, len(subspace.V), subspace.finite) == (2, 3, False)
+    assert (subspace.krylov_dim, subspace.V.m, subspace.finite) == (2, 3, False)
     assert bool(subspace.H.isfinite().all())
     nothing = krylov_basis(lambda v: v * torch.inf, lambda w: w, g, d_prev, 5, buffer, SingleProcess())
-    torch.testing.assert_close(nothing.V, (g / g.norm())[None])
+    torch.testing.assert_close(nothing.V.tensor(), (g / g.norm())[None])
     assert nothing.H.tolist() == [[1.0]]

@@ -18,6 +18,7 @@ from krylov_descent.distributed import Comm, SingleProcess
 from krylov_descent.ksd import Memory, Settings, ksd_step
 from krylov_descent.objective import Objective
 from krylov_descent.parameters import ParameterVector
+from krylov_descent.rows import Rows
 from krylov_descent.search import search_subspace
 from krylov_descent.sets import FullBatch
 
@@ -45,7 +46,7 @@ def test_a_starting_point_is_used_only_if_it_is_better(start: list[float] | None
         calls.append(d.clone())
         return quadratic_at(minimum, lambda d: float(d[0]) < -2)(d)
 
-    found = search_subspace(evaluate, Subspace(V, H, 2, 0.0, offered), Search(), 1e-15, SingleProcess())
+    found = search_subspace(evaluate, Subspace(Rows.of(V), H, 2, 0.0, offered), Search(), 1e-15, SingleProcess())
     assert found.before == 2.0
     assert found.after < 1e-12
     assert found.d is not None
@@ -57,7 +58,9 @@ def test_a_starting_point_is_used_only_if_it_is_better(start: list[float] | None
 
 
 def test_only_nan_around() -> None:
-    subspace = Subspace(torch.eye(2, dtype=F64), torch.eye(2, dtype=F64), 2, 0.0, torch.tensor([2.0, 0.0], dtype=F64))
+    subspace = Subspace(
+        Rows.of(torch.eye(2, dtype=F64)), torch.eye(2, dtype=F64), 2, 0.0, torch.tensor([2.0, 0.0], dtype=F64)
+    )
     evaluate = quadratic_at(torch.ones(2, dtype=F64), lambda d: bool(d.any()))
     found = search_subspace(evaluate, subspace, Search(), 1e-15, SingleProcess())
     assert found.d is None
@@ -114,7 +117,9 @@ def test_a_builder_from_outside() -> None:
         d_prev: Tensor | None,
     ) -> Subspace:
         length = float(g.norm())
-        return Subspace((g / length)[None], torch.ones(1, 1, dtype=F64), 1, 0.0, torch.tensor([-length], dtype=F64))
+        return Subspace(
+            Rows.of((g / length)[None]), torch.ones(1, 1, dtype=F64), 1, 0.0, torch.tensor([-length], dtype=F64)
+        )
 
     w = nn.Parameter(torch.tensor([3.0, 4.0], dtype=F64))
 

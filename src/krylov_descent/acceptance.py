@@ -18,7 +18,6 @@ from krylov_descent.sets import StepSets
 def better_before(
     objective: Objective,
     draw: StepSets,
-    theta: Tensor,
     losses: BatchLosses | None,
     earlier: Tensor,
     earlier_loss: float,
@@ -28,9 +27,8 @@ def better_before(
     Only a loss that is higher than remembered costs anything: two or one forward passes over A to confirm it.
 
     Args:
-        objective: f; its parameters are at ``theta`` before and after.
+        objective: f, with its parameters at the point after the step.
         draw: the sets of this step.
-        theta: the point after the step [P].
         losses: f on A there; None if it or its gradient is not finite.
         earlier: the point before the step [P].
         earlier_loss: f on A there, when that step was taken.
@@ -42,6 +40,7 @@ def better_before(
     # the loss itself (its weights, a weight decay) since the last step.
     batches = draw.a if draw.covers_all else draw.a_in_parts
     after = losses if losses is None or draw.covers_all else objective.value(batches)
+    theta = objective.parameters.read()
     try:
         objective.parameters.write(earlier)
         before = objective.value(batches)

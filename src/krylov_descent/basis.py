@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from krylov_descent.distributed import Comm
+from krylov_descent.rows import Rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,7 +23,7 @@ class Subspace:
     """What the search works in.
 
     Attributes:
-        V: orthonormal rows [m, P].
+        V: orthonormal rows [m, P]; ``Rows.of(tensor)`` makes them from a tensor.
         H: H̄, the curvature in the coordinates of V, float64 [m, m], symmetric.
         krylov_dim: the Krylov vectors among the rows, which come first; the previous step is not counted.
         orthogonality_error: max |V Vᵀ − I|.
@@ -30,7 +31,7 @@ class Subspace:
         finite: whether every product was finite (those that were not have no row in V).
     """
 
-    V: Tensor
+    V: Rows
     H: Tensor
     krylov_dim: int
     orthogonality_error: float
@@ -44,7 +45,7 @@ def krylov_basis(
     g: Tensor,
     d_prev: Tensor | None,
     K: int,
-    V: Tensor,
+    V: Rows,
     comm: Comm,
 ) -> Subspace:
     """Algorithm 2 of Vinyals & Povey 2011, span{(D⁻¹H)^k D⁻¹g, 0 ≤ k < K} ∪ {d_prev}.
@@ -60,83 +61,91 @@ def krylov_basis(
        caller to give.
 
     Args:
-        product: v → Hv.
+        product: v → Hv; may return the same tensor each time, and that of g.
         precondition: w → D⁻¹w, a new tensor or w itself.
-        g: the gradient, not zero.
+        g: the gradient, not zero; overwritten where ``product`` returns it.
         d_prev: the previous step, or None.
         K: Krylov vectors wanted.
-        V: the buffer for the rows, [≥ K+1, P]; overwritten.
+        V: room for K+1 rows; those in it are dropped.
         comm: completes inner products.
     """
-    basis = _Basis(V, product, comm)
-    u: Tensor | None = precondition(g)  # line 1
-    while u is not None and basis.m < K:  # line 3, k = 1 … K
-        w = basis.append(u)  # lines 2, 4, 10-16
-        u = None if w is None else precondition(w)  # line 6
-    krylov_dim = basis.m
-    if d_prev is not None:
-        basis.append(d_prev)  # line 8, and k = K+1
-    if basis.m == 0:
-        # Not even D⁻¹g has a finite product: search along g, which is finite, as if the curvature were one.
-        basis.normalise(g)
+    basis = _Basis(V, K + 1, product, comm)
+    u = precondition(g)  # line 1
+    while basis.normalise(u):  # line 3, k = 1 … K; lines 2, 10-15
+        del u  # vectors of P numbers: no more of them are alive during a product than need be
+        w = basis.multiply()  # lines 4, 11, 16
+        if w is None or V.m == K:
+            break
+        u = precondition(w)  # line 6
+    w = None
+    if V.m == 0:
+        # Not even D⁻¹g has a finite product: search along it, as if the curvature were one; along g if it overflowed.
+        if not basis.started:
+            basis.normalise(g)
         basis.H[0, 0] = 1.0
-        basis.m = krylov_dim = 1
+        V.m = 1
+        return basis.subspace(1)
+    krylov_dim = V.m
+    if d_prev is not None and basis.normalise(d_prev):  # line 8, and k = K+1
+        basis.multiply()
     return basis.subspace(krylov_dim)
 
 
 class _Basis:
     """The rows gathered so far, and H̄ among them."""
 
-    def __init__(self, V: Tensor, product: Callable[[Tensor], Tensor], comm: Comm) -> None:
+    def __init__(self, V: Rows, rows: int, product: Callable[[Tensor], Tensor], comm: Comm) -> None:
         self.V = V
-        self.m = 0
-        self.H = torch.zeros(V.shape[0], V.shape[0], dtype=torch.float64, device="cpu")
+        V.m = 0
+        self.started = False
+        self.H = torch.zeros(rows, rows, dtype=torch.float64, device="cpu")
         self._product = product
         self._comm = comm
         self._finite = True
-        # Below this, what is left of a vector is rounding of what was taken away.
-        self._drop = torch.finfo(V.dtype).eps ** 0.75
-
-    def append(self, u: Tensor) -> Tensor | None:
-        """Orthonormalise u, take its product w, fill H̄'s row; returns w, or None if u adds nothing."""
-        if not self.normalise(u):
-            return None
-        k = self.m
-        w = self._product(self.V[k])  # line 4
-        h = self._comm.sum(self.V[: k + 1] @ w).to("cpu", torch.float64)  # line 11, all j at once
-        if not bool(h.isfinite().all()) or not self._all_finite(w):
-            self._finite = False
-            return None
-        self.H[k, : k + 1] = h
-        self.H[: k + 1, k] = h  # line 18: upper triangle from the lower
-        self.m = k + 1
-        return w
+        self._staged: Tensor
 
     def normalise(self, u: Tensor) -> bool:
-        """V[m] ← u made orthogonal to the rows before it and of length one; False if nothing is left of it."""
-        row, before = self.V[self.m], self.V[: self.m]
+        """The next row: u made orthogonal to those before it and of length one; False if nothing is left of it."""
+        V = self.V
+        # Below this, what is left of a vector is rounding of what was taken away.
+        drop = torch.finfo(u.dtype).eps ** 0.75
         # The largest element first, so that squares neither overflow nor vanish.
         size = float(self._comm.max(torch.linalg.vector_norm(u, torch.inf)))
         if not 0 < size < float("inf"):
             self._finite &= size == 0
             return False
-        row.copy_(u).div_(size)
-        length = self._length(row)
+        x = V.begin(u).div_(size)
+        length = self._length(x)
         for _ in range(2):  # lines 10-13
-            if self.m:
-                row.addmv_(before.T, self._comm.sum(before @ row), alpha=-1)
-        left = self._length(row)
-        if not left > self._drop * length:
+            if V.m:
+                V.subtract(self._comm.sum(V.dots(x)), x)
+        left = self._length(x)
+        if not left > drop * length:
             return False
-        row.div_(left)  # line 15
+        self._staged = V.stage(x.div_(left))  # line 15
+        self.started = True
         return True
+
+    def multiply(self) -> Tensor | None:
+        """Take the product w of the next row, fill H̄'s row and keep both; None, and neither, if w is not finite."""
+        k = self.V.m
+        w = self._product(self._staged)  # line 4
+        self.V.m = k + 1
+        h = self._comm.sum(self.V.dots(w)).to("cpu", torch.float64)  # line 11, all j at once
+        if not bool(h.isfinite().all()) or not self._all_finite(w):
+            self._finite = False
+            self.V.m = k
+            return None
+        self.H[k, : k + 1] = h
+        self.H[: k + 1, k] = h  # line 18: upper triangle from the lower
+        return w
 
     def subspace(self, krylov_dim: int) -> Subspace:
         """What was built, with its orthogonality measured."""
-        V = self.V[: self.m]
-        gram = self._comm.sum(V @ V.T).to("cpu", torch.float64)
-        error = float((gram - torch.eye(self.m, dtype=torch.float64, device="cpu")).abs().max())
-        return Subspace(V, self.H[: self.m, : self.m].clone(), krylov_dim, error, finite=self._finite)
+        m = self.V.m
+        gram = self._comm.sum(self.V.gram()).to("cpu", torch.float64)
+        error = float((gram - torch.eye(m, dtype=torch.float64, device="cpu")).abs().max())
+        return Subspace(self.V, self.H[:m, :m].clone(), krylov_dim, error, finite=self._finite)
 
     def _length(self, x: Tensor) -> float:
         return math.sqrt(float(self._comm.sum(x @ x)))

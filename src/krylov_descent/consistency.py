@@ -17,6 +17,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from krylov_descent.closure import Evaluation, require_outputs
 from krylov_descent.data import Microbatch
 from krylov_descent.objective import FORWARD, PROBE, Objective
+from krylov_descent.parameters import WeightedSum
 from krylov_descent.sets import StepSets
 
 
@@ -136,11 +137,11 @@ def _warn_of_bypass(objective: Objective, evaluation: Evaluation) -> None:
         [z for z, _ in carried], params, [d for _, d in carried], retain_graph=True, allow_unused=True
     )
     objective.sample_gradients += 2 * PROBE * evaluation.samples
-    g, rest = objective.parameters.zeros(), objective.parameters.zeros()
-    objective.parameters.accumulate(g, both[: len(params)], 1.0)
-    objective.parameters.accumulate(rest, through, -1.0)
-    rest += g
-    bypass, whole = float(rest.norm()), float(g.norm())
+    g, rest = WeightedSum(objective.parameters), WeightedSum(objective.parameters)
+    for total in (g, rest):
+        total.add(both[: len(params)], 1.0)
+    rest.add(through, -1.0)
+    bypass, whole = float(rest.times(1.0).norm()), float(g.times(1.0).norm())
     if whole > 0 and bypass > torch.finfo(loss.dtype).eps ** 0.5 * whole:
         warnings.warn(
             f"{bypass / whole:.0%} of the gradient (by norm) does not pass through the outputs that the closure "

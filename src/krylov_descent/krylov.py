@@ -6,13 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from krylov_descent.basis import Subspace, krylov_basis
 from krylov_descent.curvature import CurvatureProduct, MicrobatchGraph
 from krylov_descent.data import Microbatch
 from krylov_descent.objective import Objective
+from krylov_descent.rows import Rows
 
 
 @dataclass(eq=False)
@@ -22,7 +22,7 @@ class KrylovBuilder:
     kind: type[MicrobatchGraph]
     krylov_dim: int
     memory_budget: int | None
-    _V: Tensor | None = field(default=None, init=False, repr=False)
+    _V: Rows | None = field(default=None, init=False, repr=False)
 
     def __call__(
         self,
@@ -32,14 +32,17 @@ class KrylovBuilder:
         g: Tensor,
         d_prev: Tensor | None,
     ) -> Subspace:
-        """Algorithm 2 with H on ``batches``; at most as many Krylov vectors as there are parameters."""
+        """Algorithm 2 with H on ``batches``; at most as many Krylov vectors as there are parameters.
+
+        Products are written over g: by the first of them, the basis has begun and g is needed no more.
+        """
         K = min(self.krylov_dim, objective.parameters.numel)
-        V = self._V
-        if V is None or V.shape != (K + 1, len(g)) or V.dtype != g.dtype or V.device != g.device:
-            self._V = V = None  # free the old one first
-            self._V = V = torch.empty(K + 1, len(g), dtype=g.dtype, device=g.device)
-        product = CurvatureProduct(self.kind, objective, batches, self.memory_budget)
-        return krylov_basis(product, precondition, g, d_prev, K, V, objective.comm)
+        if self._V is None or not self._V.holds(K + 1, g):
+            self._V = None  # free the old one first
+            self._V = Rows(K + 1, g)
+        out = g if len(g) == objective.parameters.numel else None
+        product = CurvatureProduct(self.kind, objective, batches, self.memory_budget, out)
+        return krylov_basis(product, precondition, g, d_prev, K, self._V, objective.comm)
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy of an optimizer needs no copy of its workspace.

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -25,6 +26,7 @@ from krylov_descent.acceptance import better_before
 from krylov_descent.basis import Subspace
 from krylov_descent.data import Microbatch
 from krylov_descent.objective import BatchLosses, Objective, PassAgain, relative_noise
+from krylov_descent.parameters import ParameterVector
 from krylov_descent.precondition import Precondition, Preconditioner
 from krylov_descent.report import Settlement, StepReport, StopReason
 from krylov_descent.search import Found, Search, search_subspace
@@ -42,7 +44,10 @@ class BasisBuilder(Protocol):
         g: Tensor,
         d_prev: Tensor | None,
     ) -> Subspace:
-        """The subspace from the objective on B, the preconditioner, the gradient and the previous step."""
+        """The subspace from the objective on B, the preconditioner, the gradient and the previous step.
+
+        It may write over g.
+        """
         ...
 
 
@@ -93,30 +98,42 @@ def ksd_step(
         ValueError: f or its gradient on A is not finite and there is no earlier point to return to.
     """
     parameters = objective.parameters
-    theta = parameters.read()
-    try:
-        return _step(objective, draw_sets, memory, settings, theta)
-    except BaseException:
-        parameters.write(theta)
-        raise
-
-
-def _step(
-    objective: Objective, draw_sets: Callable[[int], StepSets], memory: Memory, settings: Settings, theta: Tensor
-) -> tuple[StepReport, Memory]:
-    parameters, comm = objective.parameters, objective.comm
     clock = _Clock()
     draw = draw_sets(memory.search_growth)  # line 3
-    losses, g, precondition = _pass_over_A(objective, draw, settings, memory, attempt=0)  # lines 4-5
-    accepted = True
-    if settings.rollback and _undoing(objective, draw, memory, losses, g, theta) is not None:
-        assert memory.accepted is not None
-        accepted = False
-        theta = memory.accepted
+    on_A = _pass_over_A(objective, draw, settings, memory, attempt=0)  # lines 4-5
+    if not settings.rollback or _undoing(objective, draw, memory, on_A.losses, on_A.g) is None:
+        return _descend(objective, draw, on_A, memory, settings, clock, accepted=True)
+    assert memory.accepted is not None
+    with _restoring(parameters):
+        parameters.write(memory.accepted)
         memory = _undone(memory)
-        parameters.write(theta)
         draw = draw_sets(memory.search_growth)
-        losses, g, precondition = _pass_over_A(objective, draw, settings, memory, attempt=1)
+        on_A = _pass_over_A(objective, draw, settings, memory, attempt=1)
+        return _descend(objective, draw, on_A, memory, settings, clock, accepted=False)
+
+
+@dataclass(eq=False)
+class _OnA:
+    """What the pass over A gave; its vectors are let go as soon as the basis is built."""
+
+    losses: BatchLosses
+    g: Tensor | None
+    precondition: Precondition | None
+
+
+def _descend(
+    objective: Objective,
+    draw: StepSets,
+    on_A: _OnA,
+    memory: Memory,
+    settings: Settings,
+    clock: _Clock,
+    *,
+    accepted: bool,
+) -> tuple[StepReport, Memory]:
+    """Lines 6-13, from the point that was kept."""
+    parameters, comm, losses, g = objective.parameters, objective.comm, on_A.losses, on_A.g
+    assert g is not None
     grad_norm = _norm(g, objective)
     _require_finite(losses.mean, grad_norm)
     clock.lap("gradient")
@@ -124,35 +141,40 @@ def _step(
     notes = []
     if not accepted:
         notes.append(f"The previous step had raised the loss on A and was undone; C has now {draw.sizes['C']} samples.")
-    if precondition is None and settings.preconditioner is not None:
+    if on_A.precondition is None and settings.preconditioner is not None:
         notes.append("The closure returned only the loss, so there are no per-sample gradients: no preconditioner.")
-    name = "none" if precondition is None else _name(settings.preconditioner)
+    name = "none" if on_A.precondition is None else _name(settings.preconditioner)
 
     subspace: Subspace | None = None
+    known = (losses.mean, g) if draw.searches_all else None
     if grad_norm > 0:
         d_prev = None if memory.d_prev is None else comm.shard(memory.d_prev)
         if d_prev is None and memory.iteration == 0 and settings.previous == "e1":  # line 1
-            d_prev = comm.shard(torch.eye(1, parameters.numel, dtype=theta.dtype, device=theta.device)[0])
+            d_prev = comm.shard(torch.eye(1, parameters.numel, dtype=g.dtype, device=g.device)[0])
         if settings.previous is None:
             d_prev = None
-        subspace = settings.builder(objective, draw.b, precondition or _identity, g, d_prev)  # line 6
+        g = g.clone() if known else g  # the builder may write over it
+        subspace = settings.builder(objective, draw.b, on_A.precondition or _identity, g, d_prev)  # line 6
         if not subspace.finite:
             notes.append("A curvature product was not finite; the directions it concerns were left out.")
+    g = on_A.g = on_A.precondition = None
     clock.lap("basis")
 
-    def evaluate(d: Tensor) -> tuple[float, Tensor]:
-        parameters.write(theta + parameters.rounded(comm.all_gather(d)))
-        at_d, gradient = objective.value_and_gradient(draw.c)
-        return at_d.mean, gradient
+    with _restoring(parameters) as theta:
 
-    if subspace is None:
-        found = Found(None, losses.mean, losses.mean, 0, 0, StopReason.ZERO_GRADIENT)
-    else:
-        noise = relative_noise(parameters.params[0].dtype)
-        known = (losses.mean, g) if draw.searches_all else None
-        found = search_subspace(evaluate, subspace, settings.search, noise, comm, known)  # lines 7-12
-    d = None if found.d is None else parameters.rounded(comm.all_gather(found.d))
-    parameters.write(theta if d is None else theta + d)  # line 13
+        def evaluate(d: Tensor) -> tuple[float, Tensor]:
+            parameters.write(parameters.rounded(comm.all_gather(d)).add_(theta))
+            del d
+            at_d, gradient = objective.value_and_gradient(draw.c)
+            return at_d.mean, gradient
+
+        if subspace is None:
+            found = Found(None, losses.mean, losses.mean, 0, 0, StopReason.ZERO_GRADIENT)
+        else:
+            noise = relative_noise(parameters.params[0].dtype)
+            found = search_subspace(evaluate, subspace, settings.search, noise, comm, known)  # lines 7-12
+        d = None if found.d is None else parameters.rounded(comm.all_gather(found.d))
+        parameters.write(theta if d is None else theta + d)  # line 13
     clock.lap("search")
 
     report = StepReport(
@@ -187,9 +209,8 @@ def _step(
 
 def settle(objective: Objective, draw: StepSets, memory: Memory) -> tuple[Settlement, Memory]:
     """Judge the last step of a run as the next step would have: by f on A, here with forward passes."""
-    theta = objective.parameters.read()
     losses = objective.value(draw.a)
-    earlier = _undoing(objective, draw, memory, losses, None, theta)
+    earlier = _undoing(objective, draw, memory, losses, None)
     if earlier is None:
         return Settlement(losses.mean, accepted=True), memory
     assert memory.accepted is not None
@@ -198,34 +219,42 @@ def settle(objective: Objective, draw: StepSets, memory: Memory) -> tuple[Settle
 
 
 def _undoing(
-    objective: Objective, draw: StepSets, memory: Memory, losses: BatchLosses, g: Tensor | None, theta: Tensor
+    objective: Objective, draw: StepSets, memory: Memory, losses: BatchLosses, g: Tensor | None
 ) -> float | None:
     """f on A before the last step, if that step is to be undone."""
     if memory.accepted is None or memory.d_prev is None:
         return None
-    if not torch.equal(theta, objective.parameters.rounded(memory.accepted + memory.d_prev)):
+    if not objective.parameters.are_at(memory.accepted, memory.d_prev):
         return None  # edited since the last step: its outcome is not ours to judge
     finite = math.isfinite(losses.mean) and (g is None or math.isfinite(_norm(g, objective)))
-    return better_before(objective, draw, theta, losses if finite else None, memory.accepted, memory.accepted_loss)
+    return better_before(objective, draw, losses if finite else None, memory.accepted, memory.accepted_loss)
+
+
+@contextmanager
+def _restoring(parameters: ParameterVector) -> Iterator[Tensor]:
+    """θ as it is now, put back if anything inside fails."""
+    theta = parameters.read()
+    try:
+        yield theta
+    except BaseException:
+        parameters.write(theta)
+        raise
 
 
 def _undone(memory: Memory) -> Memory:
     return replace(memory, d_prev=None, accepted=None, search_growth=memory.search_growth + 1)
 
 
-def _pass_over_A(
-    objective: Objective, draw: StepSets, settings: Settings, memory: Memory, attempt: int
-) -> tuple[BatchLosses, Tensor, Precondition | None]:
+def _pass_over_A(objective: Objective, draw: StepSets, settings: Settings, memory: Memory, attempt: int) -> _OnA:
     if settings.preconditioner is None:
-        losses, g = objective.value_and_gradient(draw.a)
-        return losses, g, None
+        return _OnA(*objective.value_and_gradient(draw.a), None)
     while True:
         statistics = settings.preconditioner.start(objective, memory.seed, memory.iteration, attempt)
         try:
             losses, g = objective.value_and_gradient(draw.a, statistics)
         except PassAgain:
             continue
-        return losses, g, statistics.solver(objective.comm)
+        return _OnA(losses, g, statistics.solver(objective.comm))
 
 
 def _norm(g: Tensor, objective: Objective) -> float:

@@ -19,7 +19,7 @@ from krylov_descent import closure as closures
 from krylov_descent.closure import BatchClosure, Evaluation
 from krylov_descent.data import Microbatch
 from krylov_descent.distributed import Comm
-from krylov_descent.parameters import ParameterVector
+from krylov_descent.parameters import ParameterVector, WeightedSum
 
 # Cost per sample in units of one gradient (a forward and a backward pass, the latter twice the former).
 GRADIENT, FORWARD, PROBE = 1.0, 1 / 3, 2 / 3
@@ -117,22 +117,20 @@ class Objective:
         self, batches: Iterable[Microbatch], statistics: Statistics | None = None
     ) -> tuple[BatchLosses, Tensor]:
         """f and this rank's part of ∇f [P_local]; ``statistics`` are gathered in the same pass."""
-        total = self.parameters.zeros()
+        total = WeightedSum(self.parameters)
         losses, weights = [], []
         for batch in batches:
             loss, weight = self._add_gradient(batch, statistics, total)
             losses.append(loss)
             weights.append(weight)
         mean = self._mean(losses, weights)
-        g = self.comm.reduce_scatter(total).div_(self.total_weight(weights))
-        if self.parameters.decays:
-            # Written for whole vectors: a rank that keeps a part of g takes its part of c∘θ.
-            decay = self.parameters.zeros()
-            self.parameters.add_decay(decay, self.parameters.read())
-            g += self.comm.shard(decay)
-        return mean, g
+        # Weight decay as a part of every sample's loss: over all ranks it counts once.
+        total.add_decay(math.fsum(weights))
+        return mean, self.comm.reduce_scatter(total.times(1 / self.total_weight(weights)))
 
-    def _add_gradient(self, batch: Microbatch, statistics: Statistics | None, total: Tensor) -> tuple[Tensor, float]:
+    def _add_gradient(
+        self, batch: Microbatch, statistics: Statistics | None, total: WeightedSum
+    ) -> tuple[Tensor, float]:
         """Add one micro-batch's weighted gradient; its graph dies with this call, before the next is built."""
         with nullcontext() if statistics is None else statistics.watch():
             evaluation = self.evaluate(batch)
@@ -143,7 +141,7 @@ class Objective:
             extra = statistics.collect(evaluation, gradient, both[len(gradient) :])
             self.sample_gradients += extra * evaluation.samples
         if evaluation.weight > 0:
-            self.parameters.accumulate(total, gradient, evaluation.weight)
+            total.add(gradient, evaluation.weight)
         self.sample_gradients += GRADIENT * evaluation.samples
         return evaluation.loss.detach(), evaluation.weight
 

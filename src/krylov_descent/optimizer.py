@@ -250,7 +250,7 @@ class KSD(Optimizer):
         missing = sum(t is None for t in tensors)
         if missing == len(tensors) or (missing and not partial):
             return None
-        return parameters.flatten(
+        return parameters.joined(
             [torch.zeros_like(p) if t is None else t for t, p in zip(tensors, parameters.params, strict=True)]
         )
 

@@ -19,19 +19,14 @@ class ParameterVector:
 
     def __init__(self, param_groups: Sequence[Mapping[str, Any]]) -> None:
         self.params: list[Tensor] = []
-        self._segments: list[tuple[int, int, float]] = []  # [start, stop) and its c, neighbours merged
-        offset = 0
+        self._decay: list[float] = []  # c of each parameter
         for group in param_groups:
-            start = offset
-            for p in group["params"]:
-                if p.requires_grad:
-                    self.params.append(p)
-                    offset += p.numel()
-            if offset > start and group["weight_decay"] != 0:
-                self._segments.append((start, offset, float(group["weight_decay"])))
+            trained = [p for p in group["params"] if p.requires_grad]
+            self.params += trained
+            self._decay += [float(group["weight_decay"])] * len(trained)
         check_uniform(self.params)
         self.sizes = [p.numel() for p in self.params]
-        self.numel = offset
+        self.numel = sum(self.sizes)
         first = self.params[0]
         self.device = first.device
         # Half-precision parameters are searched in float32: 8 bits cannot hold an orthonormal basis.
@@ -41,11 +36,21 @@ class ParameterVector:
         """Tensors in the shapes of the parameters → one new vector [P]."""
         return torch.cat([t.detach().reshape(-1) for t in tensors]).to(self.dtype)
 
-    def accumulate(self, total: Tensor, tensors: Sequence[Tensor | None], alpha: float) -> None:
-        """total [P] += alpha · tensors in the shapes of the parameters; None counts as zeros."""
-        pairs = [(out, t) for out, t in zip(self.views(total), tensors, strict=True) if t is not None]
-        if pairs:
-            torch._foreach_add_([out for out, _ in pairs], [t.detach() for _, t in pairs], alpha=alpha)
+    def joined(self, tensors: Sequence[Tensor]) -> Tensor:
+        """As ``flatten``, but the vector itself where they are what ``unflatten`` made of one: do not write."""
+        base = tensors[0]._base
+        if base is None or base.shape != (self.numel,) or base.dtype != self.dtype:
+            return self.flatten(tensors)
+        parts = zip(tensors, self.views(base), strict=True)
+        if all(
+            t._base is base and t.data_ptr() == part.data_ptr() and t.stride() == part.stride() for t, part in parts
+        ):
+            return base
+        return self.flatten(tensors)
+
+    def empty(self) -> Tensor:
+        """A vector [P] of anything."""
+        return torch.empty(self.numel, dtype=self.dtype, device=self.device)
 
     def zeros(self) -> Tensor:
         """A vector [P] of zeros."""
@@ -83,23 +88,72 @@ class ParameterVector:
             for p in self.params:
                 p.requires_grad_(True)
 
+    def are_at(self, x: Tensor, d: Tensor) -> bool:
+        """Whether θ = x + d, bit for bit."""
+        parts = zip(self.params, self.views(x), self.views(d), strict=True)
+        return all(torch.equal(p.detach(), (a + b).to(p.dtype)) for p, a, b in parts)
+
     @torch.no_grad()
     def decay_value(self) -> float:
         """½ Σ c ‖θ‖² at the current parameters."""
-        if not self._segments:
-            return 0.0
-        theta = self.read()
-        return sum(0.5 * c * float(theta[i:j].square().sum(dtype=torch.float64)) for i, j, c in self._segments)
-
-    def add_decay(self, out: Tensor, x: Tensor) -> None:
-        """out += c∘x: the decay's gradient (x = θ) and its product (x = v), both [P]."""
-        for i, j, c in self._segments:
-            out[i:j].add_(x[i:j], alpha=c)
+        return sum(
+            0.5 * c * float(p.to(self.dtype).square().sum(dtype=torch.float64))
+            for c, p in zip(self._decay, self.params, strict=True)
+            if c
+        )
 
     @property
-    def decays(self) -> bool:
-        """Whether any group has a weight decay."""
-        return bool(self._segments)
+    def decay(self) -> Sequence[float]:
+        """c of each parameter."""
+        return self._decay
+
+
+class WeightedSum:
+    """Σ_b w_b x_b over micro-batches, x_b in the shapes of the parameters, as one vector [P].
+
+    It is kept in units of the first weight, so that the first term is a copy, and equal weights cost no product.
+    """
+
+    def __init__(self, parameters: ParameterVector, out: Tensor | None = None) -> None:
+        self._parameters = parameters
+        self._total = parameters.empty() if out is None else out
+        self._unit = 0.0  # nothing added yet
+
+    def add(self, tensors: Sequence[Tensor | None], weight: float) -> None:
+        """Add weight · tensors, with None for zeros."""
+        views = self._parameters.views(self._total)
+        pairs = [(out, t.detach()) for out, t in zip(views, tensors, strict=True) if t is not None]
+        outs, given = [out for out, _ in pairs], [t for _, t in pairs]
+        if self._unit:
+            if outs:
+                torch._foreach_add_(outs, given, alpha=weight / self._unit)
+            return
+        self._unit = weight
+        if outs:
+            torch._foreach_copy_(outs, given)
+        for out, t in zip(views, tensors, strict=True):
+            if t is None:
+                out.zero_()
+
+    def add_decay(self, weight: float, x: Sequence[Tensor] | None = None) -> None:
+        """Add weight · c∘x: the decay's gradient (x = θ, the default) or its product (x = v)."""
+        if weight == 0 or not any(self._parameters.decay):
+            return
+        if not self._unit:
+            self._unit = weight
+            self._total.zero_()
+        views = self._parameters.views(self._total)
+        for c, out, part in zip(
+            self._parameters.decay, views, self._parameters.params if x is None else x, strict=True
+        ):
+            if c:
+                out.add_(part.detach(), alpha=c * weight / self._unit)
+
+    def times(self, scale: float) -> Tensor:
+        """The sum times ``scale``; ends the use of this object."""
+        if not self._unit:
+            return self._total.zero_()
+        return self._total if self._unit * scale == 1 else self._total.mul_(self._unit * scale)
 
 
 def check_uniform(params: Sequence[Tensor]) -> None:

@@ -101,7 +101,7 @@ def search_subspace(
     """Minimise f(θ + V̄a) over a.
 
     Args:
-        evaluate: d [P_local] → f(θ + d) and its gradient [P_local].
+        evaluate: d [P_local] → f(θ + d) and its gradient [P_local]; d may be overwritten.
         subspace: V and H̄.
         options: caps, floor and tolerance.
         noise: relative rounding noise of f.
@@ -114,11 +114,10 @@ def search_subspace(
 
     def step(a: Tensor) -> Tensor:  # line 9: V̄a = Vᵀ(C⁻ᵀa)
         c = torch.linalg.solve_triangular(C.T, a[:, None], upper=True)[:, 0]
-        d: Tensor = V.T @ c.to(V.device, V.dtype)
-        return d
+        return V.combine(c.to(V.device, V.dtype))
 
     def project(g: Tensor) -> Tensor:  # V̄ᵀg = C⁻¹(V g)
-        reduced = comm.sum(V @ g).to("cpu", torch.float64)
+        reduced = comm.sum(V.dots(g)).to("cpu", torch.float64)
         projected: Tensor = torch.linalg.solve_triangular(C, reduced[:, None], upper=False)[:, 0]
         return projected
 

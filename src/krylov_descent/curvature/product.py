@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from krylov_descent.curvature.graph import MicrobatchGraph
 from krylov_descent.data import Microbatch
 from krylov_descent.objective import GRADIENT, Objective
+from krylov_descent.parameters import WeightedSum
 
 _NOT_TWICE = re.compile(
     r"derivative for .* is not implemented|once_differentiable|double backward|differentiated twice",
@@ -25,7 +27,7 @@ class CurvatureProduct:
 
     The graphs of B are built once and kept for all K+1 products, which makes a product cost what hand-written
     matrix products cost. Once they hold more than ``memory_budget`` bytes, the graphs of the remaining micro-batches
-    are rebuilt for every product, which adds the cost of building to each.
+    are rebuilt for every product, which adds the cost of building to each. Products are written to ``out``, if given.
     """
 
     def __init__(
@@ -34,8 +36,10 @@ class CurvatureProduct:
         objective: Objective,
         batches: Sequence[Microbatch],
         memory_budget: int | None = None,
+        out: Tensor | None = None,
     ) -> None:
         self._kind = kind
+        self._out = out
         self._objective = objective
         self._kept: list[tuple[MicrobatchGraph, float, int]] = []
         self._rebuilt: list[Microbatch] = []
@@ -57,24 +61,21 @@ class CurvatureProduct:
         parameters, comm = self._objective.parameters, self._objective.comm
         whole = comm.all_gather(v)
         views = parameters.unflatten(whole)
-        total = parameters.zeros()
+        total = WeightedSum(parameters, self._out)
         weights, samples = [], self._masked_samples
         for graph, weight, n in self._graphs():
             # Checkpointed attention runs again here.
             with explained(), sdpa_kernel(SDPBackend.MATH):
-                product = graph.product(views)
-            parameters.accumulate(total, product, self._kind.share(weight))
+                total.add(graph.product(views), self._kind.share(weight))
             self._objective.sample_gradients += self._kind.product_cost * n
             weights.append(weight)
             samples += n
             del graph  # before the next is rebuilt
         all_samples = float(comm.sum(torch.tensor(float(samples), dtype=torch.float64, device="cpu")))
-        w = comm.reduce_scatter(total).mul_(self._kind.norm(self._objective.total_weight(weights), all_samples))
-        if parameters.decays:
-            decay = parameters.zeros()
-            parameters.add_decay(decay, whole)
-            w += comm.shard(decay)
-        return w
+        W = self._objective.total_weight(weights)
+        norm = self._kind.norm(W, all_samples)
+        total.add_decay(math.fsum(weights) / W / norm, views)
+        return comm.reduce_scatter(total.times(norm))
 
     def _keep(self, batch: Microbatch, memory_budget: int | None) -> None:
         """Build a micro-batch's graph and keep it, if it fits."""
