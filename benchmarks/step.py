@@ -111,8 +111,7 @@ def algebra_of_V(net: HandWritten, report: StepReport) -> dict[str, float]:
     V = krylov_basis(lambda v: w, lambda u: u * D, g, None, 1, Rows(m, g), SingleProcess()).V
     for _ in range(1, m):
         x = V.begin(w * D)
-        for _ in range(2):
-            V.subtract(V.dots(x), x)
+        V.subtract(V.sweep(V.dots(x), x), x)
         V.stage(x.div_(x.norm()))
         V.m += 1
         V.dots(w)

@@ -109,18 +109,17 @@ class _Basis:
         V = self.V
         # Below this, what is left of a vector is rounding of what was taken away.
         drop = torch.finfo(u.dtype).eps ** 0.75
-        # The largest element first, so that squares neither overflow nor vanish.
-        size = float(self._comm.max(torch.linalg.vector_norm(u, torch.inf)))
-        if not 0 < size < float("inf"):
+        size = length(u, self._comm)
+        if not 0 < size < math.inf:
             self._finite &= size == 0
             return False
         x = V.begin(u).div_(size)
-        length = self._length(x)
-        for _ in range(2):  # lines 10-13
-            if V.m:
-                V.subtract(self._comm.sum(V.dots(x)), x)
-        left = self._length(x)
-        if not left > drop * length:
+        if V.m:  # lines 10-13, twice
+            c = self._comm.sum(V.dots(x))
+            c = self._comm.sum(V.sweep(c, x))
+            V.subtract(c, x)
+        left = length(x, self._comm)
+        if not left > drop:
             return False
         self._staged = V.stage(x.div_(left))  # line 15
         self.started = True
@@ -132,7 +131,7 @@ class _Basis:
         w = self._product(self._staged)  # line 4
         self.V.m = k + 1
         h = self._comm.sum(self.V.dots(w)).to("cpu", torch.float64)  # line 11, all j at once
-        if not bool(h.isfinite().all()) or not self._all_finite(w):
+        if not bool(h.isfinite().all()) or not math.isfinite(length(w, self._comm)):
             self._finite = False
             self.V.m = k
             return None
@@ -147,8 +146,21 @@ class _Basis:
         error = float((gram - torch.eye(m, dtype=torch.float64, device="cpu")).abs().max())
         return Subspace(self.V, self.H[:m, :m].clone(), krylov_dim, error, finite=self._finite)
 
-    def _length(self, x: Tensor) -> float:
-        return math.sqrt(float(self._comm.sum(x @ x)))
 
-    def _all_finite(self, w: Tensor) -> bool:
-        return bool(self._comm.max((~w.isfinite()).any().to(torch.float32)) == 0)
+def length(x: Tensor, comm: Comm) -> float:
+    """‖x‖, whatever its scale; not finite if x is not.
+
+    Example:
+        >>> from krylov_descent.distributed import SingleProcess
+        >>> length(torch.tensor([3e300, 4e300], dtype=torch.float64), SingleProcess())
+        5e+300
+    """
+    info = torch.finfo(x.dtype)
+    square = float(comm.sum(x @ x))
+    if info.tiny / info.eps**2 < square < math.inf:
+        return math.sqrt(square)
+    # Squares that overflow or vanish: the largest element first. Slow, and rare.
+    size = float(comm.max(torch.linalg.vector_norm(x, torch.inf)))
+    if not 0 < size < math.inf:
+        return size
+    return size * math.sqrt(float(comm.sum((x / size).square().sum())))

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from krylov_descent.acceptance import better_before
-from krylov_descent.basis import Subspace
+from krylov_descent.basis import Subspace, length
 from krylov_descent.data import Microbatch
 from krylov_descent.objective import BatchLosses, Objective, PassAgain, relative_noise
 from krylov_descent.parameters import ParameterVector
@@ -134,7 +134,7 @@ def _descend(
     """Lines 6-13, from the point that was kept."""
     parameters, comm, losses, g = objective.parameters, objective.comm, on_A.losses, on_A.g
     assert g is not None
-    grad_norm = _norm(g, objective)
+    grad_norm = length(g, objective.comm)
     _require_finite(losses.mean, grad_norm)
     clock.lap("gradient")
 
@@ -226,7 +226,7 @@ def _undoing(
         return None
     if not objective.parameters.are_at(memory.accepted, memory.d_prev):
         return None  # edited since the last step: its outcome is not ours to judge
-    finite = math.isfinite(losses.mean) and (g is None or math.isfinite(_norm(g, objective)))
+    finite = math.isfinite(losses.mean) and (g is None or math.isfinite(length(g, objective.comm)))
     return better_before(objective, draw, losses if finite else None, memory.accepted, memory.accepted_loss)
 
 
@@ -255,13 +255,6 @@ def _pass_over_A(objective: Objective, draw: StepSets, settings: Settings, memor
         except PassAgain:
             continue
         return _OnA(losses, g, statistics.solver(objective.comm))
-
-
-def _norm(g: Tensor, objective: Objective) -> float:
-    size = float(objective.comm.max(torch.linalg.vector_norm(g, torch.inf)))
-    if not 0 < size < math.inf:
-        return size
-    return size * math.sqrt(float(objective.comm.sum((g / size).square().sum())))
 
 
 def _require_finite(loss: float, grad_norm: float) -> None:
