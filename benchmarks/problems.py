@@ -119,7 +119,7 @@ class Transformer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[n, T] → [n, tokens, T]."""
-        h = self.encoder(self.embedding(x) + self.position, mask=self.mask)
+        h = self.encoder(self.embedding(x) + self.position, mask=self.mask, is_causal=True)
         z: Tensor = self.head(h)
         return z.transpose(1, 2)
 

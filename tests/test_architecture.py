@@ -22,7 +22,8 @@ ALLOWED: dict[str, set[str]] = {
     "data": {"loading", "permutation"},
     "sets": {"data"},
     "closure": {"data"},
-    "objective": {"closure", "data", "distributed", "parameters"},
+    "compiled": set(),
+    "objective": {"closure", "compiled", "data", "distributed", "parameters"},
     "curvature.linearise": set(),
     "curvature.graph": {"closure"},
     "curvature.gauss_newton": {"closure", "curvature.graph", "curvature.linearise"},
@@ -56,6 +57,7 @@ ALLOWED: dict[str, set[str]] = {
     "ksd": {"acceptance", "basis", "data", "objective", "parameters", "precondition", "report", "search", "sets"},
     "optimizer": {
         "closure",
+        "compiled",
         "consistency",
         "curvature",
         "data",

@@ -119,6 +119,19 @@ def require_graph(evaluation: Evaluation) -> None:
         )
 
 
+def require_dense(gradients: Sequence[Tensor | None]) -> None:
+    """Refuse sparse gradients.
+
+    Raises:
+        ValueError: one is sparse.
+    """
+    for g in gradients:
+        if g is not None and g.layout != torch.strided:
+            raise ValueError(
+                f"A parameter's gradient is sparse ({g.layout}); KSD needs dense ones. Build the layer with sparse=False."
+            )
+
+
 class BackwardWatch:
     """Notices a closure that calls ``loss.backward()``, as closures for torch.optim.LBFGS do."""
 

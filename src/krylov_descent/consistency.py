@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from krylov_descent.closure import Evaluation, require_outputs
+from krylov_descent.closure import Evaluation, require_dense, require_outputs
 from krylov_descent.data import Microbatch
 from krylov_descent.objective import FORWARD, PROBE, Objective
 from krylov_descent.parameters import WeightedSum
@@ -130,6 +130,7 @@ def _warn_of_bypass(objective: Objective, evaluation: Evaluation) -> None:
     loss, outputs, params = evaluation.loss, evaluation.outputs, objective.parameters.params
     require_outputs(evaluation, "This curvature ('ggn' or 'fisher')")
     both = torch.autograd.grad(loss, (*params, *outputs), retain_graph=True, allow_unused=True)
+    require_dense(both[: len(params)])
     carried = [(z, d) for z, d in zip(outputs, both[len(params) :], strict=True) if d is not None]
     if not carried:
         return  # refused where the product is built

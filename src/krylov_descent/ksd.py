@@ -146,7 +146,8 @@ def _descend(
     name = "none" if on_A.precondition is None else _name(settings.preconditioner)
 
     subspace: Subspace | None = None
-    known = (losses.mean, g) if draw.searches_all else None
+    # Compiled passes round otherwise: what the search compares comes from one of the two.
+    known = (losses.mean, g) if draw.searches_all and objective.compiled is None else None
     if grad_norm > 0:
         d_prev = None if memory.d_prev is None else comm.shard(memory.d_prev)
         if d_prev is None and memory.iteration == 0 and settings.previous == "e1":  # line 1

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from krylov_descent import closure as closures
 from krylov_descent.closure import BatchClosure, Evaluation
+from krylov_descent.compiled import CompiledPasses, Pass
 from krylov_descent.data import Microbatch
 from krylov_descent.distributed import Comm
 from krylov_descent.parameters import ParameterVector, WeightedSum
@@ -71,12 +72,21 @@ class BatchLosses:
 class Objective:
     """f, ∇f and evaluations on micro-batches; counts what they cost in ``sample_gradients``."""
 
-    def __init__(self, closure: BatchClosure, parameters: ParameterVector, comm: Comm, identity: object = None) -> None:
+    def __init__(
+        self,
+        closure: BatchClosure,
+        parameters: ParameterVector,
+        comm: Comm,
+        identity: object = None,
+        compiled: CompiledPasses | None = None,
+    ) -> None:
         self.parameters = parameters
         self.identity = identity
         """Tells one closure from another, for what is remembered about it from step to step."""
         self.comm = comm
         self.sample_gradients = 0.0
+        self.compiled = compiled
+        """Takes the passes without statistics, if given."""
         self._closure = closure
         self._watched = False
 
@@ -132,6 +142,12 @@ class Objective:
         self, batch: Microbatch, statistics: Statistics | None, total: WeightedSum
     ) -> tuple[Tensor, float]:
         """Add one micro-batch's weighted gradient; its graph dies with this call, before the next is built."""
+        if statistics is None and self.compiled is not None:
+            one = self.compiled.take(self._closure, self.parameters.params, batch.data, lambda: self._pass(batch))
+            if one.weight > 0:
+                total.add(one.gradient, one.weight)
+            self.sample_gradients += GRADIENT * one.samples
+            return one.loss, one.weight
         with nullcontext() if statistics is None else statistics.watch():
             evaluation = self.evaluate(batch)
         wanted = () if statistics is None else statistics.wanted(evaluation)
@@ -144,6 +160,11 @@ class Objective:
             total.add(gradient, evaluation.weight)
         self.sample_gradients += GRADIENT * evaluation.samples
         return evaluation.loss.detach(), evaluation.weight
+
+    def _pass(self, batch: Microbatch) -> Pass:
+        evaluation = self.evaluate(batch)
+        gradient = self._differentiate(evaluation)
+        return Pass(evaluation.loss.detach(), evaluation.weight, evaluation.samples, gradient)
 
     def total_weight(self, weights: Sequence[float]) -> float:
         """W over all ranks.
@@ -172,12 +193,7 @@ class Objective:
                 "The closure's loss depends on none of the parameters given to KSD, though on others: the model was "
                 "rebuilt or copied after the optimizer was made, or KSD got another model's parameters."
             )
-        for g in of_parameters:
-            if g is not None and g.layout != torch.strided:
-                raise ValueError(
-                    f"A parameter's gradient is sparse ({g.layout}); KSD needs dense ones. "
-                    "Build the layer with sparse=False."
-                )
+        closures.require_dense(of_parameters)
         return gradients
 
     def _mean(self, losses: Sequence[Tensor], weights: Sequence[float]) -> BatchLosses:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from krylov_descent.closure import no_inference_mode
+from krylov_descent.compiled import CompiledPasses
 from krylov_descent.consistency import check_consistency
 from krylov_descent.curvature import CURVATURES
 from krylov_descent.data import Subsets
@@ -60,6 +61,8 @@ class KSD(Optimizer):
         rollback: with sets, undo a step that raised the loss on A, and double C. The paper keeps every step.
         memory_budget: bytes that the graphs of B may hold; beyond, they are rebuilt for every product. None: no
             limit.
+        compile: trace and compile the passes over C. Worth its half minute for small networks and long runs; a closure
+            that cannot be traced runs without, with a warning (docs/performance.md has figures).
         seed: of the random signs in the Fisher diagonal.
 
     Example:
@@ -91,6 +94,7 @@ class KSD(Optimizer):
         weight_decay: float = 0.0,
         rollback: bool = True,
         memory_budget: int | None = None,
+        compile: bool = False,
         seed: int = 0,
     ) -> None:
         krylov_dim = _whole("krylov_dim", krylov_dim)
@@ -121,6 +125,7 @@ class KSD(Optimizer):
             previous,
             rollback,
         )
+        self._compiled = CompiledPasses() if compile else None
         self._comm: Comm = SingleProcess()
         super().__init__(params, {"lr": 1.0, "weight_decay": weight_decay})
         check_uniform([p for group in self.param_groups for p in group["params"] if p.requires_grad])
@@ -224,7 +229,9 @@ class KSD(Optimizer):
         call = closure if sets is not None else (lambda _: closure())
         # Its code and not itself, which may hold data that should die with it.
         identity = getattr(closure, "__code__", type(closure))
-        objective = Objective(call, parameters, self._comm, identity)
+        if self._compiled is not None:
+            self._compiled.start((identity, *map(id, parameters.params)))
+        objective = Objective(call, parameters, self._comm, identity, self._compiled)
         source = FullBatch() if sets is None else sets
         return objective, lambda growth: source.draw(
             memory.iteration, krylov_dim=self._krylov_dim, search_growth=growth
@@ -283,4 +290,4 @@ def _whole(name: str, value: Any) -> int:
         raise ValueError(f"{name}={value!r}: must be a whole number.") from None
 
 
-_KEPT = ("_krylov_dim", "_curvature", "_seed", "_settings", "_comm")
+_KEPT = ("_krylov_dim", "_curvature", "_seed", "_settings", "_compiled", "_comm")
