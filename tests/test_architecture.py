@@ -48,14 +48,17 @@ ALLOWED: dict[str, set[str]] = {
         "rule_check",
     },
     "precondition": {"distributed", "fisher_diagonal", "objective", "rule_check"},
+    "budget": set(),
     "rows": set(),
     "basis": {"distributed", "rows"},
     "search": {"basis", "bfgs", "distributed", "report"},
-    "krylov": {"basis", "curvature", "data", "objective", "rows"},
+    "krylov": {"basis", "budget", "curvature", "data", "objective", "rows"},
     "acceptance": {"objective", "sets"},
     "consistency": {"closure", "data", "objective", "parameters", "sets"},
     "ksd": {"acceptance", "basis", "data", "objective", "parameters", "precondition", "report", "search", "sets"},
+    "state": {"ksd", "parameters"},
     "optimizer": {
+        "budget",
         "closure",
         "compiled",
         "consistency",
@@ -70,8 +73,9 @@ ALLOWED: dict[str, set[str]] = {
         "report",
         "search",
         "sets",
+        "state",
     },
-    "": {"data", "optimizer", "precondition", "report", "search"},
+    "": {"budget", "data", "optimizer", "precondition", "report", "search"},
 }
 
 

@@ -345,7 +345,7 @@ def test_two_hundred_steps_leave_nothing_behind() -> None:
         return F.cross_entropy(logits, batch[1]), logits
 
     sets = Subsets(source.data, batch_size=16, seed=0, fraction=0.3)
-    optimizer = KSD(model.parameters(), krylov_dim=2, memory_budget=3_000_000, search=Search(iterations=3))
+    optimizer = KSD(model.parameters(), krylov_dim=2, memory_budget=4_600_000, search=Search(iterations=3))
     counts, memory = [], []
     for i in range(200):
         optimizer.step(closure, sets)

@@ -1,5 +1,6 @@
 """Krylov Subspace Descent (Vinyals & Povey 2011) for PyTorch: second order, no learning rate, no damping."""
 
+from krylov_descent.budget import Storage
 from krylov_descent.data import Subsets
 from krylov_descent.optimizer import KSD, PAPER
 from krylov_descent.precondition import Fisher
@@ -8,4 +9,4 @@ from krylov_descent.search import Search
 
 __version__ = "0.1.0"
 
-__all__ = ["KSD", "PAPER", "Fisher", "Search", "Settlement", "StepReport", "StopReason", "Subsets"]
+__all__ = ["KSD", "PAPER", "Fisher", "Search", "Settlement", "StepReport", "StopReason", "Storage", "Subsets"]

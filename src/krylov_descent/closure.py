@@ -128,7 +128,8 @@ def require_dense(gradients: Sequence[Tensor | None]) -> None:
     for g in gradients:
         if g is not None and g.layout != torch.strided:
             raise ValueError(
-                f"A parameter's gradient is sparse ({g.layout}); KSD needs dense ones. Build the layer with sparse=False."
+                f"A parameter's gradient is sparse ({g.layout}); KSD needs dense ones. "
+                "Build the layer with sparse=False."
             )
 
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
 
 from krylov_descent.basis import Subspace, krylov_basis
+from krylov_descent.budget import Need, Storage
 from krylov_descent.curvature import CurvatureProduct, MicrobatchGraph
 from krylov_descent.data import Microbatch
 from krylov_descent.objective import Objective
 from krylov_descent.rows import Rows
+
+_ANYTHING = 1 << 62  # a budget that keeps everything and still measures
 
 
 @dataclass(eq=False)
@@ -22,6 +26,8 @@ class KrylovBuilder:
     kind: type[MicrobatchGraph]
     krylov_dim: int
     memory_budget: int | None
+    storage: Storage = Storage()  # noqa: RUF009 — frozen
+    announced: bool = field(default=False, init=False)
     _V: Rows | None = field(default=None, init=False, repr=False)
 
     def __call__(
@@ -39,10 +45,37 @@ class KrylovBuilder:
         K = min(self.krylov_dim, objective.parameters.numel)
         if self._V is None or not self._V.holds(K + 1, g):
             self._V = None  # free the old one first
-            self._V = Rows(K + 1, g)
+            self._V = Rows(K + 1, g, self.storage.dtype, self.storage.device)
         out = g if len(g) == objective.parameters.numel else None
-        product = CurvatureProduct(self.kind, objective, batches, self.memory_budget, out)
+        need = self._need(objective, len(g))
+        product = CurvatureProduct(self.kind, objective, batches, None if need is None else need.for_graphs, out)
         return krylov_basis(product, precondition, g, d_prev, K, self._V, objective.comm)
+
+    def announce(self, objective: Objective, batches: Sequence[Microbatch]) -> None:
+        """Before the first step: warn where the budget is too small for the graphs of B.
+
+        Raises:
+            ValueError: it is too small for V.
+        """
+        self.announced = True
+        need = self._need(objective, objective.comm.shard(objective.parameters.empty()).numel())
+        if need is None:
+            return
+        if refusal := need.refusal():
+            raise ValueError(refusal)
+        # One micro-batch tells of all: what a graph holds grows with the samples.
+        one = CurvatureProduct(self.kind, objective, batches[:1], memory_budget=_ANYTHING).kept_bytes
+        samples = [batch.samples or 1 for batch in batches]
+        need = replace(need, parts=len(batches), graphs=one * sum(samples) // samples[0])
+        if warning := need.warning():
+            warnings.warn(warning, stacklevel=4)
+
+    def _need(self, objective: Objective, length: int) -> Need | None:
+        parameters = objective.parameters
+        if self.memory_budget is None:
+            return None
+        vectors = min(self.krylov_dim, parameters.numel) + 1
+        return Need(self.memory_budget, vectors, length, parameters.dtype, parameters.device, self.storage)
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy of an optimizer needs no copy of its workspace.

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
+from krylov_descent.budget import Storage
 from krylov_descent.closure import no_inference_mode
 from krylov_descent.compiled import CompiledPasses
 from krylov_descent.consistency import check_consistency
@@ -27,6 +28,7 @@ from krylov_descent.precondition import Fisher, Preconditioner
 from krylov_descent.report import Settlement, StepReport
 from krylov_descent.search import Search
 from krylov_descent.sets import FullBatch, StepSets
+from krylov_descent.state import read_memory, write_memory
 
 #: The settings of Vinyals & Povey 2011: K = 20, Gauss–Newton, D from the Fisher matrix and ε = 1e-4 (section 4),
 #: 30 BFGS iterations (section 5.2), d_prev = e₁ at first (Algorithm 3, line 1), every step kept.
@@ -59,8 +61,10 @@ class KSD(Optimizer):
         search: settings of the search over the subspace.
         weight_decay: c of ½·c·‖θ‖² in value, gradient and product alike, per group; 0 as in torch.optim.LBFGS.
         rollback: with sets, undo a step that raised the loss on A, and double C. The paper keeps every step.
-        memory_budget: bytes that the graphs of B may hold; beyond, they are rebuilt for every product. None: no
-            limit.
+        memory_budget: bytes that V and the graphs of B may take. Graphs that do not fit are rebuilt for every product,
+            which the first step announces; a V that does not fit is refused, with what would. None: no limit.
+        storage: how V is kept: ``Storage(dtype=torch.bfloat16)`` halves it, ``Storage(device="cpu")`` keeps it in host
+            memory.
         compile: trace and compile the passes over C. Worth its half minute for small networks and long runs; a closure
             that cannot be traced runs without, with a warning (docs/performance.md has figures).
         seed: of the random signs in the Fisher diagonal.
@@ -94,6 +98,7 @@ class KSD(Optimizer):
         weight_decay: float = 0.0,
         rollback: bool = True,
         memory_budget: int | None = None,
+        storage: Storage = Storage(),  # noqa: B008 — frozen
         compile: bool = False,
         seed: int = 0,
     ) -> None:
@@ -114,12 +119,15 @@ class KSD(Optimizer):
             raise ValueError(f"search={search!r}: must be a krylov_descent.Search(...).")
         if memory_budget is not None and _whole("memory_budget", memory_budget) < 0:
             raise ValueError(f"memory_budget={memory_budget}: must be a number of bytes ≥ 0, or None for no limit.")
+        if not isinstance(storage, Storage):
+            raise ValueError(f"storage={storage!r}: must be a krylov_descent.Storage(...).")
         seed = _whole("seed", seed)
         self._krylov_dim = krylov_dim
         self._curvature = curvature
         self._seed = seed
+        self._builder = KrylovBuilder(CURVATURES[curvature], krylov_dim, memory_budget, storage)
         self._settings = Settings(
-            KrylovBuilder(CURVATURES[curvature], krylov_dim, memory_budget),
+            self._builder,
             preconditioner,
             search,
             previous,
@@ -164,6 +172,8 @@ class KSD(Optimizer):
                 check_consistency(
                     objective, draw_sets(memory.search_growth), curvature_of_outputs=self._curvature != "hessian"
                 )
+            if not self._builder.announced:
+                self._builder.announce(objective, draw_sets(memory.search_growth).b)
             report, memory = ksd_step(objective, draw_sets, memory, self._settings)
         self._store(parameters, memory)
         return report
@@ -237,44 +247,11 @@ class KSD(Optimizer):
             memory.iteration, krylov_dim=self._krylov_dim, search_growth=growth
         )
 
-    # State: tensors per parameter, in its dtype; plain numbers beside those of the first parameter, as in torch's
-    # L-BFGS. All of it survives state_dict → torch.save → torch.load(weights_only=True) → load_state_dict.
-
     def _remember(self, parameters: ParameterVector) -> Memory:
-        numbers = self.state.get(self._first_parameter(), {})
-        return Memory(
-            iteration=int(numbers.get("iteration", 0)),
-            seed=int(numbers.get("seed", self._seed)),
-            d_prev=self._read(parameters, "d_prev", partial=True),
-            accepted=self._read(parameters, "accepted", partial=False),
-            accepted_loss=float(numbers.get("accepted_loss", math.inf)),
-            search_growth=int(numbers.get("search_growth", 0)),
-        )
-
-    def _read(self, parameters: ParameterVector, key: str, *, partial: bool) -> Tensor | None:
-        """A vector from the states of the parameters; a parameter that has none counts as zero if ``partial``."""
-        tensors = [self.state.get(p, {}).get(key) for p in parameters.params]
-        missing = sum(t is None for t in tensors)
-        if missing == len(tensors) or (missing and not partial):
-            return None
-        return parameters.joined(
-            [torch.zeros_like(p) if t is None else t for t, p in zip(tensors, parameters.params, strict=True)]
-        )
+        return read_memory(self.state, self._first_parameter(), parameters, self._seed)
 
     def _store(self, parameters: ParameterVector, memory: Memory) -> None:
-        for state in self.state.values():
-            for key in ("d_prev", "accepted"):
-                state.pop(key, None)
-        for key, vector in (("d_prev", memory.d_prev), ("accepted", memory.accepted)):
-            if vector is not None:
-                for p, part in zip(parameters.params, parameters.unflatten(vector), strict=True):
-                    self.state[p][key] = part
-        self.state[self._first_parameter()].update(
-            iteration=memory.iteration,
-            seed=memory.seed,
-            accepted_loss=memory.accepted_loss,
-            search_growth=memory.search_growth,
-        )
+        write_memory(self.state, self._first_parameter(), parameters, memory)
 
     def __getstate__(self) -> dict[str, Any]:
         # torch's own keeps only state, groups and defaults, so that a copy would have no settings.
@@ -290,4 +267,4 @@ def _whole(name: str, value: Any) -> int:
         raise ValueError(f"{name}={value!r}: must be a whole number.") from None
 
 
-_KEPT = ("_krylov_dim", "_curvature", "_seed", "_settings", "_compiled", "_comm")
+_KEPT = ("_krylov_dim", "_curvature", "_seed", "_builder", "_settings", "_compiled", "_comm")
