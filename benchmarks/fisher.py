@@ -17,6 +17,7 @@ def measure(problem: Problem, rounds: int) -> dict[str, Ratio]:
     objective = problem.objective()
     preconditioner = Fisher().prepare()
     batches = problem.microbatches(MICROBATCHES)
+    data = [batch.data for batch in batches]
 
     def both() -> None:
         objective.value_and_gradient(batches, preconditioner.start(objective, 0))
@@ -29,7 +30,7 @@ def measure(problem: Problem, rounds: int) -> dict[str, Ratio]:
     if problem.name in hand.WRITTEN:
         net = hand.HandWritten(problem)
         squares = objective.parameters.zeros()
-        candidates["hand-written"] = lambda: [net.gradient(*batch.data, squares) for batch in batches]
-        candidates["hand-written gradient"] = lambda: [net.gradient(*batch.data) for batch in batches]
+        candidates["hand-written"] = lambda: [net.gradient(x, y, squares) for x, y in data]
+        candidates["hand-written gradient"] = lambda: [net.gradient(x, y) for x, y in data]
     seconds = interleaved(candidates, rounds)
     return {name: ratio(seconds[name], seconds["gradient"]) for name in candidates if name != "gradient"}

@@ -18,6 +18,7 @@ from krylov_descent.data import Microbatch
 from krylov_descent.parameters import ParameterVector
 
 Product = Callable[[Tensor], Tensor]
+Named = dict[str, Tensor]
 
 
 def curvlinops_product(problem: Problem) -> Product:
@@ -42,52 +43,50 @@ def backpack_product(problem: Problem) -> Product:
 
 def func_product(problem: Problem) -> Product:
     """torch.func: jvp through the network, the Hessian of the loss in the outputs, vjp back."""
-    params = {name: p.detach() for name, p in problem.model.named_parameters()}
-    return _func(problem, params, lambda net, v: jvp(net, (params,), (v,)))
+    net, params = _functional(problem)
+
+    def push(v: Named) -> tuple[Tensor, Tensor]:
+        z, Jv, *_ = jvp(net, (params,), (v,))
+        return z, Jv
+
+    def pull(u: Tensor) -> Named:
+        _, pull_back, *_ = vjp(net, params)
+        back: Named = pull_back(u)[0]
+        return back
+
+    return _composed(problem, params, push, pull)
 
 
 def linearize_product(problem: Problem) -> Product:
-    """torch.func.linearize once, and one vjp kept: not named among the rivals, for comparison."""
-    params = {name: p.detach() for name, p in problem.model.named_parameters()}
-    net = _network(problem)
+    """torch.func.linearize once, and one vjp kept."""
+    net, params = _functional(problem)
     z, linear = linearize(net, params)
-    _, pull_back = vjp(net, params)
+    _, pull_back, *_ = vjp(net, params)
     return _composed(problem, params, lambda v: (z, linear(v)), lambda u: pull_back(u)[0])
 
 
-def _network(problem: Problem) -> Callable[[dict[str, Tensor]], Tensor]:
-    return lambda params: functional_call(problem.model, params, (problem.x,))
-
-
-def _func(
-    problem: Problem,
-    params: dict[str, Tensor],
-    push: Callable[[Callable[[dict[str, Tensor]], Tensor], dict[str, Tensor]], tuple[Tensor, Tensor]],
-) -> Product:
-    net = _network(problem)
-
-    def pull_back(u: Tensor) -> dict[str, Tensor]:
-        _, pull = vjp(net, params)
-        back: dict[str, Tensor] = pull(u)[0]
-        return back
-
-    return _composed(problem, params, lambda v: push(net, v), pull_back)
+def _functional(problem: Problem) -> tuple[Callable[[Named], Tensor], Named]:
+    params = {name: p.detach() for name, p in problem.model.named_parameters()}
+    return lambda given: functional_call(problem.model, given, (problem.x,)), params
 
 
 def _composed(
     problem: Problem,
-    params: dict[str, Tensor],
-    push: Callable[[dict[str, Tensor]], tuple[Tensor, Tensor]],
-    pull_back: Callable[[Tensor], dict[str, Tensor]],
+    params: Named,
+    push: Callable[[Named], tuple[Tensor, Tensor]],
+    pull: Callable[[Tensor], Named],
 ) -> Product:
     sizes = [p.numel() for p in params.values()]
+
+    def loss_of_outputs(z: Tensor) -> Tensor:
+        loss: Tensor = problem.loss(z, problem.y)
+        return loss
 
     def product(v: Tensor) -> Tensor:
         parts = torch.split(v, sizes)
         z, Jv = push({name: part.view_as(p) for part, (name, p) in zip(parts, params.items(), strict=True)})
-        gradient = torch.func.grad(lambda z: problem.loss(z, problem.y))
-        HJv = jvp(gradient, (z,), (Jv,))[1]
-        return torch.cat([x.reshape(-1) for x in pull_back(HJv).values()])
+        _, HJv, *_ = jvp(torch.func.grad(loss_of_outputs), (z,), (Jv,))
+        return torch.cat([x.reshape(-1) for x in pull(HJv).values()])
 
     return product
 

@@ -83,7 +83,8 @@ def bare_passes(net: HandWritten, draw: Any, report: StepReport) -> dict[str, fl
     start = time.perf_counter()
     squares = torch.zeros(sum(net.sizes))
     for batch in draw.a:
-        net.gradient(*batch.data, squares)
+        x, y = batch.data
+        net.gradient(x, y, squares)
     seconds["gradient"] = time.perf_counter() - start
     v = torch.randn_like(squares)
     b, c = draw.b, draw.c  # loaded before the clock starts: a step does it once

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from krylov_descent import KSD, PAPER, Fisher, Search, Subsets
+from krylov_descent import KSD, PAPER, Fisher, Search, Storage, Subsets
 from tests.curves import autoencoder, cross_entropy, curves
 
 SIZES = (784, 400, 200, 100, 50, 25, 6)
@@ -137,6 +137,7 @@ def curves_rows(images: Tensor, budget: int) -> dict[str, Callable[[int], float]
         "KSD(preconditioner=None)": {"preconditioner": None},
         "KSD(search=Search(tolerance=1e-4))": {"search": Search(tolerance=1e-4)},
         "KSD(search=Search(floor=1e-5))": {"search": Search(floor=1e-5)},
+        "KSD(storage=Storage(dtype=torch.bfloat16))": {"storage": Storage(dtype=torch.bfloat16)},
         "KSD(curvature='hessian')": {"curvature": "hessian"},
         "KSD(curvature='fisher')": {"curvature": "fisher"},
     }

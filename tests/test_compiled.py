@@ -19,8 +19,8 @@ from tests.convergence import float64_problem
 def _compiler_warnings() -> Any:
     # torch's own, of its compiler; ours is a UserWarning that names compile=True.
     with warnings.catch_warnings():
-        warnings.filterwarnings("default", category=DeprecationWarning)
-        warnings.filterwarnings("default", category=FutureWarning)
+        warnings.filterwarnings("ignore", category=DeprecationWarning)
+        warnings.filterwarnings("ignore", category=FutureWarning)
         yield
 
 

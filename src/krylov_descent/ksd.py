@@ -104,12 +104,17 @@ def ksd_step(
     if not settings.rollback or _undoing(objective, draw, memory, on_A.losses, on_A.g) is None:
         return _descend(objective, draw, on_A, memory, settings, clock, accepted=True)
     assert memory.accepted is not None
-    with _restoring(parameters):
+    assert memory.d_prev is not None
+    del on_A  # its vectors are large
+    try:
         parameters.write(memory.accepted)
-        memory = _undone(memory)
-        draw = draw_sets(memory.search_growth)
-        on_A = _pass_over_A(objective, draw, settings, memory, attempt=1)
-        return _descend(objective, draw, on_A, memory, settings, clock, accepted=False)
+        undone = _undone(memory)
+        draw = draw_sets(undone.search_growth)
+        on_A = _pass_over_A(objective, draw, settings, undone, attempt=1)
+        return _descend(objective, draw, on_A, undone, settings, clock, accepted=False)
+    except BaseException:
+        parameters.write(memory.accepted + memory.d_prev)  # where it was, bit for bit
+        raise
 
 
 @dataclass(eq=False)

@@ -1,0 +1,149 @@
+"""Seconds and peak memory of a step against P, K and N, each point in a process of its own.
+
+Seconds are those of a step with 20 evaluations in its search: the time of one evaluation is measured, their number,
+which depends on the problem and not on its size, is not. Memory is resident at the peak. Batches for memory are so
+small that activations and graphs do not count beside vectors of P numbers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import resource
+import statistics
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+EVALUATIONS = 20
+P_SIZES = (100_000, 300_000, 1_000_000, 3_000_000, 10_000_000, 30_000_000)
+K_SIZES = (5, 10, 20, 50, 100)
+N_SIZES = (10_000, 30_000, 100_000, 300_000, 1_000_000)
+_INPUTS, _OUTPUTS = 100, 10
+
+
+def one(P: int, K: int, N: int, batch_size: int, steps: int) -> dict[str, float]:
+    """A tanh network of about P parameters with two equal hidden layers, on N samples."""
+    from benchmarks.problems import Problem, dense
+    from krylov_descent import KSD, Subsets
+
+    width = round((math.sqrt((_INPUTS + _OUTPUTS) ** 2 + 4 * P) - _INPUTS - _OUTPUTS) / 2)
+    torch.manual_seed(0)
+    model = dense((_INPUTS, width, width, _OUTPUTS))
+    problem = Problem("", model, torch.nn.CrossEntropyLoss(), torch.randn(N, _INPUTS), torch.randint(_OUTPUTS, (N,)))
+    optimizer = KSD(model.parameters(), krylov_dim=K)
+    sets = Subsets((problem.x, problem.y), batch_size=batch_size, seed=0)
+    optimizer.step(problem.closure, sets)
+    seconds = []
+    for _ in range(steps):
+        report = optimizer.step(problem.closure, sets)
+        spent = report.seconds
+        per_evaluation = spent["search"] / report.inner_evaluations
+        seconds.append(spent["gradient"] + spent["basis"] + EVALUATIONS * per_evaluation)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return {
+        "P": sum(p.numel() for p in model.parameters()),
+        "K": K,
+        "N": N,
+        "seconds": statistics.median(seconds),
+        "bytes": peak,
+    }
+
+
+def point(**arguments: int) -> dict[str, float]:
+    """``one`` in a new process, whose allocator gives memory back at once."""
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in arguments.items()]
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.growth", *flags],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0"},
+    )
+    found: dict[str, float] = json.loads(done.stdout)
+    return found
+
+
+def exponent(points: Sequence[Mapping[str, float]], x: str, y: str) -> float:
+    """The slope of log y over log x."""
+    xs, ys = [math.log(p[x]) for p in points], [math.log(p[y]) for p in points]
+    return statistics.linear_regression(xs, ys).slope
+
+
+def vectors(points: Sequence[Mapping[str, float]]) -> float:
+    """Bytes per parameter and float32: the slope of memory over P."""
+    return statistics.linear_regression([p["P"] for p in points], [p["bytes"] for p in points]).slope / 4
+
+
+def measure(*, quick: bool) -> dict[str, Any]:
+    """All sweeps, their exponents, and c of (K + c)·P·4 bytes."""
+    P_sizes = P_SIZES[:4] if quick else P_SIZES
+    steps = 2 if quick else 3
+    by_P = [point(P=P, K=20, N=2_000, batch_size=500, steps=steps) for P in P_sizes]
+    by_K = [
+        point(P=1_000_000, K=K, N=10_000, batch_size=1_000, steps=steps) for K in (K_SIZES[:3] if quick else K_SIZES)
+    ]
+    by_N = [point(P=60_000, K=20, N=N, batch_size=1_000, steps=steps) for N in (N_SIZES[:3] if quick else N_SIZES)]
+    memory = {K: [point(P=P, K=K, N=4 * K, batch_size=2, steps=2) for P in P_sizes[-3:]] for K in (5, 20)}
+    return {
+        "P": by_P,
+        "K": by_K,
+        "N": by_N,
+        "memory": memory,
+        "exponents": {
+            "seconds over P": exponent(by_P, "P", "seconds"),
+            "seconds over P, from 1e6": exponent(by_P[2:], "P", "seconds"),
+            "seconds over K": exponent(by_K, "K", "seconds"),
+            "seconds over N": exponent(by_N, "N", "seconds"),
+        },
+        "c": {K: vectors(points) - K for K, points in memory.items()},
+    }
+
+
+def plot(found: Mapping[str, Any], path: Path) -> None:
+    """Four panels: seconds over P, K and N, and memory over P."""
+    import matplotlib as mpl
+
+    mpl.use("svg")
+    import matplotlib.pyplot as plt
+
+    mpl.rcParams["svg.hashsalt"] = "krylov-descent"
+    figure, axes = plt.subplots(1, 4, figsize=(13, 3.3), layout="constrained")
+    slopes = found["exponents"]
+    for axis, name, label in zip(axes, "PKN", ("parameters P", "Krylov dimension K", "samples N"), strict=False):
+        points = found[name]
+        xs, ys = [p[name] for p in points], [p["seconds"] for p in points]
+        axis.loglog(xs, ys, "o-", color="#1f6f8b")
+        axis.loglog(xs, [ys[-1] * x / xs[-1] for x in xs], ":", color="#888888", label="linear")
+        axis.set(xlabel=label, ylabel="seconds a step", title=f"exponent {slopes[f'seconds over {name}']:.2f}")
+        axis.legend(frameon=False)
+    for K, points in found["memory"].items():
+        xs, ys = [p["P"] for p in points], [p["bytes"] / 1e9 for p in points]
+        axes[3].loglog(xs, ys, "o-", label=f"K = {K}: (K + {found['c'][K]:.1f})·P·4 bytes")
+    axes[3].set(xlabel="parameters P", ylabel="peak memory, GB", title="resident, whole process")
+    axes[3].legend(frameon=False)
+    for axis in axes:
+        axis.grid(visible=True, which="major", alpha=0.3)
+    figure.savefig(path, metadata={"Date": None})
+    plt.close(figure)
+
+
+def main() -> None:
+    """One point, as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    for name in ("P", "K", "N", "batch-size", "steps"):
+        parser.add_argument(f"--{name}", type=int, required=True)
+    arguments = parser.parse_args()
+    sys.stdout.write(
+        json.dumps(one(arguments.P, arguments.K, arguments.N, arguments.batch_size, arguments.steps)) + "\n"
+    )
+
+
+if __name__ == "__main__":
+    main()
