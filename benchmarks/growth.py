@@ -64,6 +64,7 @@ def point(**arguments: int) -> dict[str, float]:
         capture_output=True,
         text=True,
         check=True,
+        cwd=Path(__file__).parent.parent,
         env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0"},
     )
     found: dict[str, float] = json.loads(done.stdout)

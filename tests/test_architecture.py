@@ -25,11 +25,12 @@ ALLOWED: dict[str, set[str]] = {
     "compiled": set(),
     "objective": {"closure", "compiled", "data", "distributed", "parameters"},
     "curvature.linearise": set(),
+    "curvature.convolution": set(),
     "curvature.graph": {"closure"},
     "curvature.gauss_newton": {"closure", "curvature.graph", "curvature.linearise"},
     "curvature.hessian": {"closure", "curvature.graph"},
     "curvature.fisher": {"closure", "curvature.gauss_newton", "curvature.graph", "curvature.linearise"},
-    "curvature.product": {"curvature.graph", "data", "objective", "parameters"},
+    "curvature.product": {"closure", "curvature.convolution", "curvature.graph", "data", "objective", "parameters"},
     "curvature": {
         "curvature.fisher",
         "curvature.gauss_newton",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -35,12 +36,16 @@ def matrix(product: CurvatureProduct, P: int) -> Tensor:
 
 
 def dense(kind: str, problem: Problem) -> Tensor:
-    loss, outputs = problem.closure(problem.data)
+    return dense_of(kind, problem.closure, problem.data, problem.params)
+
+
+def dense_of(kind: str, closure: Any, data: tuple[Tensor, ...], params: Sequence[Tensor]) -> Tensor:
+    loss, outputs = closure(data)
     if kind == "ggn":
-        return reference.dense_ggn(loss, outputs, problem.params)
+        return reference.dense_ggn(loss, outputs, params)
     if kind == "hessian":
-        return reference.dense_hessian(loss, problem.params)
-    g = reference.per_sample_gradients(problem.closure, problem.data, problem.params)
+        return reference.dense_hessian(loss, params)
+    g = reference.per_sample_gradients(closure, data, params)
     return g.T @ g / len(g)
 
 
@@ -243,3 +248,66 @@ def test_operation_without_second_derivative_is_explained() -> None:
     objective = Objective(closure, parameters(*bag.parameters()), SingleProcess())
     with pytest.raises(ValueError, match=r"cannot be differentiated twice.*EmbeddingBag"):
         CurvatureProduct(CURVATURES["ggn"], objective, [Microbatch((x,), 4)])(torch.ones(15, dtype=torch.float64))
+
+
+def conv_closure(model: nn.Module, penalty: bool) -> Any:
+    def closure(batch: Any) -> tuple[Tensor, Any]:
+        x = batch[0].detach().requires_grad_(penalty)
+        z = model(x).flatten(1)
+        if penalty:  # the network's own derivative is what the loss is of
+            (z,) = torch.autograd.grad(z.square().sum(), x, create_graph=True)
+        return z.square().flatten(1).sum(1).mean(), z
+
+    return closure
+
+
+@pytest.mark.parametrize("kind", ["ggn", "fisher"])
+@pytest.mark.parametrize("penalty", [False, True])
+@pytest.mark.parametrize("trained", ["all", "weights", "biases", "last bias"])
+def test_convolutions(kind: str, penalty: bool, trained: str) -> None:
+    """Their lean derivative, where parts are frozen, and where the closure differentiates and it must not be used."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(2, 4, 3, stride=2, padding=1), nn.Tanh(), nn.Conv2d(4, 4, (2, 1), dilation=(1, 2), groups=2)
+    ).double()
+    x = torch.randn(4, 2, 5, 4, dtype=torch.float64)
+    params = [
+        p
+        for name, p in model.named_parameters()
+        if trained == "all" or (trained == "weights") == ("weight" in name) or name == "2.bias"
+        if trained != "last bias" or name == "2.bias"
+    ]
+    for frozen in (True, False):  # by requires_grad, or merely not given to the optimizer
+        for p in model.parameters():
+            p.requires_grad_(not frozen or any(p is q for q in params))
+        closure = conv_closure(model, penalty)
+        vector = ParameterVector([{"params": params, "weight_decay": 0.0}])
+        if penalty and trained == "last bias":
+            continue  # no derivative with respect to the input contains it
+        product = CurvatureProduct(CURVATURES[kind], Objective(closure, vector, SingleProcess()), [Microbatch((x,), 4)])
+        expected = dense_of(kind, closure, (x,), params)
+        v = torch.randn(vector.numel, dtype=torch.float64)
+        assert relative(product(v), expected @ v) < 1e-9
+
+
+def test_convolutions_of_other_kinds_are_left_alone() -> None:
+    torch.manual_seed(0)
+    same = nn.Conv1d(2, 2, 3, padding="same").double()
+    x = torch.randn(3, 2, 6, dtype=torch.float64)
+
+    def unbatched(batch: Any) -> tuple[Tensor, Tensor]:
+        z = torch.stack([same(row) for row in batch[0]]).flatten(1)
+        return z.square().sum(1).mean(), z
+
+    def batched(batch: Any) -> tuple[Tensor, Tensor]:
+        z = same(batch[0]).flatten(1)
+        return z.square().sum(1).mean(), z
+
+    vector = ParameterVector([{"params": list(same.parameters()), "weight_decay": 0.0}])
+    v = torch.randn(vector.numel, dtype=torch.float64)
+    for closure in (unbatched, batched):
+        product = CurvatureProduct(
+            CURVATURES["ggn"], Objective(closure, vector, SingleProcess()), [Microbatch((x,), 3)]
+        )
+        expected = dense_of("ggn", closure, (x,), list(same.parameters()))
+        assert relative(product(v), expected @ v) < 1e-9

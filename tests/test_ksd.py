@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import resource
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,9 @@ from torch import Tensor, nn
 
 import krylov_descent
 from krylov_descent import KSD, Fisher, Search, StopReason, Subsets
-from krylov_descent.objective import relative_noise
+from krylov_descent.data import Microbatch
+from krylov_descent.distributed import SingleProcess
+from krylov_descent.objective import Objective, relative_noise
 from krylov_descent.parameters import ParameterVector
 from tests import problems, reference
 
@@ -413,3 +416,45 @@ def test_softmax_classifier_reaches_its_optimum() -> None:
     for _ in range(4):
         report = optimizer.step(closure)
     assert report.grad_norm < 1e-6
+
+
+def test_state_that_lies_in_one_piece_is_read_without_a_copy() -> None:
+    problem = problems.mlp()
+    vector = ParameterVector([{"params": problem.params, "weight_decay": 0.0}])
+    x = torch.arange(vector.numel, dtype=torch.float64)
+    parts = vector.unflatten(x)
+    assert vector.joined(parts) is x
+    # Not where a part was replaced, or comes from elsewhere in the same storage.
+    for other in (parts[1].clone(), parts[1] + 0, vector.unflatten(x.clone())[1]):
+        again = vector.joined([parts[0], other, *parts[2:]])
+        assert again is not x
+        assert torch.equal(again, x)
+    assert torch.equal(vector.joined([p.flip(0) for p in parts]), vector.flatten([p.flip(0) for p in parts]))
+
+
+def test_a_trial_that_is_not_finite_costs_a_forward_pass_of_one_micro_batch() -> None:
+    w = nn.Parameter(torch.zeros(2, dtype=torch.float64))
+    seen = []
+
+    def closure(batch: Any) -> tuple[Tensor, Tensor]:
+        seen.append(len(batch))
+        z = batch - w
+        return (1 - w.sum()).log() * 0 + z.square().sum(1).mean(), z
+
+    vector = ParameterVector([{"params": [w], "weight_decay": 0.0}])
+    objective = Objective(closure, vector, SingleProcess())
+    batches = [Microbatch(part, 3) for part in torch.randn(9, 2, dtype=torch.float64).chunk(3)]
+    finite, _ = objective.value_and_gradient(batches)
+    assert math.isfinite(finite.mean)
+    assert objective.sample_gradients == 9
+    w.data += 1
+    objective.sample_gradients = 0.0
+    broken, _ = objective.value_and_gradient(batches)
+    assert not math.isfinite(broken.mean)
+    assert objective.sample_gradients == 1  # three forward passes of a sample, and nothing else
+    assert seen == [3] * 4
+    # KSD finds its way round such points.
+    w.data -= 1
+    sets = Subsets(torch.randn(40, 2, dtype=torch.float64) + 2, batch_size=8, seed=0)
+    report = KSD([w], krylov_dim=2).step(closure, sets)
+    assert report.search_loss_after < report.search_loss_before

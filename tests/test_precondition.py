@@ -363,3 +363,39 @@ def test_no_hook_outlives_the_pass() -> None:
     w = nn.Parameter(torch.ones(3, dtype=torch.float64))
     KSD([w]).step(lambda: (w.square().mean(), w))
     assert not w._backward_hooks
+
+
+def test_a_pass_that_overflows_costs_no_rule_its_trust() -> None:
+    problem = problems.mlp()
+    inner, state = problem.closure, {"factor": 1.0}
+
+    def closure(batch: Any) -> tuple[Tensor, Any]:
+        loss, z = inner(batch)
+        return loss * state["factor"], z
+
+    objective = objective_of(Problem(problem.model, problem.data, closure))
+    preconditioner = Fisher().prepare()
+    for state["factor"] in (1.0, float("nan"), float("inf"), 1.0):
+        statistics = preconditioner.start(objective, 0)
+        diagonal(statistics, objective, batches_of(problem.data, 7))
+    assert statistics.verdict.trusted == {0, 1, 2, 3}
+    assert (
+        relative(
+            diagonal(preconditioner.start(objective, 1), objective, batches_of(problem.data, 7)),
+            dense_diagonal(problem),
+        )
+        < 1e-9
+    )
+
+
+def test_hooks_are_gone_after_an_error_too() -> None:
+    w = nn.Parameter(torch.ones(3, dtype=torch.float64))
+    other = nn.Parameter(torch.ones(3, dtype=torch.float64))
+
+    def closure() -> tuple[Tensor, Tensor]:
+        return other.square().mean(), w  # the loss is not of the outputs
+
+    with pytest.raises(ValueError, match="not computed from the outputs"):
+        KSD([w, other]).step(closure)
+    assert not w._backward_hooks
+    assert not other._backward_hooks

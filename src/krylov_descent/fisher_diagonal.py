@@ -98,7 +98,9 @@ class FisherDiagonal:
         if self._samples == 0:
             require_outputs(evaluation, "The Fisher preconditioner")
         require_rows(evaluation)
-        self._watch_backward(evaluation.outputs, lambda delta: self._set_unit(evaluation.weight, delta))
+        # An output may be a parameter, on which a hook would outlive the graph.
+        inner = [z for z in evaluation.outputs if not z.is_leaf]
+        self._watch_backward(inner, lambda delta: self._set_unit(evaluation.weight, delta))
         served = set()
         for call in calls:
             if not call.fits(evaluation.samples):
@@ -117,7 +119,7 @@ class FisherDiagonal:
     ) -> float:
         """Add one micro-batch's Σᵢ gᵢ∘gᵢ."""
         unjudged, self._unjudged = self._unjudged, []  # they hold the graph
-        for handle in self._handles:  # an output may be a parameter, which outlives the graph
+        for handle in self._handles:  # the graph may be run through again
             handle.remove()
         self._handles = []
         if not self._available:
@@ -136,6 +138,9 @@ class FisherDiagonal:
             return 0.0
         deltas, dL_dz = wanted[: len(unjudged)], wanted[len(unjudged) :]
         require_influence(dL_dz)
+        for delta in dL_dz:
+            if delta is not None:
+                self._set_unit(evaluation.weight, delta)
         if self._unit is None:
             return 0.0  # every ∂loss/∂z was zero: nothing to add, and nothing to judge a rule by
         pulls = self._judge(evaluation, dL_dz, unjudged, deltas, G)

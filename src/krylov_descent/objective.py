@@ -126,13 +126,18 @@ class Objective:
     def value_and_gradient(
         self, batches: Iterable[Microbatch], statistics: Statistics | None = None
     ) -> tuple[BatchLosses, Tensor]:
-        """f and this rank's part of ∇f [P_local]; ``statistics`` are gathered in the same pass."""
+        """f and this rank's part of ∇f [P_local]; ``statistics`` are gathered in the same pass.
+
+        Without statistics, a loss that is not finite ends the pass at once: no gradient is of use there.
+        """
         total = WeightedSum(self.parameters)
         losses, weights = [], []
         for batch in batches:
             loss, weight = self._add_gradient(batch, statistics, total)
             losses.append(loss)
             weights.append(weight)
+            if statistics is None and weight > 0 and not bool(loss.isfinite()):
+                break
         mean = self._mean(losses, weights)
         # Weight decay as a part of every sample's loss: over all ranks it counts once.
         total.add_decay(math.fsum(weights))
@@ -150,6 +155,9 @@ class Objective:
             return one.loss, one.weight
         with nullcontext() if statistics is None else statistics.watch():
             evaluation = self.evaluate(batch)
+        if statistics is None and evaluation.weight > 0 and not bool(evaluation.loss.isfinite()):
+            self.sample_gradients += FORWARD * evaluation.samples
+            return evaluation.loss.detach(), evaluation.weight
         wanted = () if statistics is None else statistics.wanted(evaluation)
         both = self._differentiate(evaluation, wanted)
         gradient = both[: len(self.parameters.params)]

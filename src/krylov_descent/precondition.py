@@ -38,7 +38,7 @@ class Fisher:
     """The diagonal of the per-sample Fisher matrix: the paper's preconditioner.
 
     Args:
-        floor: ε, D is floored at ε·max(D). 1e-2 was ahead of the paper's 1e-4 (section 4) on nine of nine seeds
+        floor: ε, D is floored at ε·max(D). 1e-2 was ahead of the paper's 1e-4 (section 4) on eight of nine seeds
             (docs/measurements.md); ``PAPER`` has the paper's.
         probes: sign patterns per micro-batch for parameters without an exact rule; one gives an unbiased estimate, and
             each costs two thirds of a gradient.

@@ -107,8 +107,11 @@ def right_and_wrong(
     indices = [i for i, _, _ in compared]
     error = torch.stack([e for _, e, _ in compared]).abs()
     size = torch.stack([size for _, _, size in compared])
-    agrees = (error <= tolerance * size).tolist()
-    # Before a layer of zeros, as many are at first, any rule agrees.
-    tells = (size > 0).tolist()
-    wrong = {i for i, agree in zip(indices, agrees, strict=True) if not agree}
-    return {i for i, tell in zip(indices, tells, strict=True) if tell} - wrong, wrong
+    # After an overflow none agrees, and before a layer of zeros, as many are at first, any does.
+    finite = error.isfinite() & size.isfinite()
+    agrees = error <= tolerance * size
+    right, wrong = (finite & agrees & (size > 0)).tolist(), (finite & ~agrees).tolist()
+    return (
+        {i for i, is_right in zip(indices, right, strict=True) if is_right},
+        {i for i, is_wrong in zip(indices, wrong, strict=True) if is_wrong},
+    )

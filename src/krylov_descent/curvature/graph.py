@@ -20,6 +20,8 @@ class MicrobatchGraph(ABC):
 
     product_cost: ClassVar[float]
     """Of one product, in gradients per sample."""
+    first_order: ClassVar[bool] = True
+    """Whether products need no more of the network than its Jacobian."""
 
     @abstractmethod
     def __init__(self, evaluation: Evaluation, params: Sequence[Tensor]) -> None: ...

@@ -21,6 +21,7 @@ class HessianGraph(MicrobatchGraph):
     """The graph of one micro-batch's gradient and the product by its Hessian."""
 
     product_cost: ClassVar[float] = 2.0
+    first_order: ClassVar[bool] = False
 
     def __init__(self, evaluation: Evaluation, params: Sequence[Tensor]) -> None:
         _refuse_weight_norm(evaluation.loss)

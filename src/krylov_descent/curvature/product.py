@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from krylov_descent.closure import Evaluation
+from krylov_descent.curvature.convolution import LeanConvolutions
 from krylov_descent.curvature.graph import MicrobatchGraph
 from krylov_descent.data import Microbatch
 from krylov_descent.objective import GRADIENT, Objective
@@ -102,13 +104,21 @@ class CurvatureProduct:
         """The graph of a micro-batch, or None if all of its terms are masked."""
         # The fused attention kernels have no second derivative; the plain one has.
         with sdpa_kernel(SDPBackend.MATH):
-            evaluation = self._objective.evaluate(batch)
+            evaluation = self._evaluate(batch)
             if evaluation.weight == 0:
                 return None
             with explained():
                 graph = self._kind(evaluation, self._objective.parameters.params)
         self._objective.sample_gradients += GRADIENT * evaluation.samples  # a forward and a backward pass
         return graph, evaluation.weight, evaluation.samples
+
+    def _evaluate(self, batch: Microbatch) -> Evaluation:
+        if not self._kind.first_order:
+            return self._objective.evaluate(batch)
+        with LeanConvolutions() as lean:
+            evaluation = self._objective.evaluate(batch)
+        # A closure that differentiates inside needs derivatives of convolutions that the lean ones do not have.
+        return self._objective.evaluate(batch) if lean.differentiated else evaluation
 
     @contextmanager
     def _measured(self, *, enabled: bool) -> Iterator[list[int]]:
