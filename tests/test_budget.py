@@ -46,6 +46,9 @@ def test_a_basis_that_does_not_fit_is_refused_before_anything_runs() -> None:
     optimizer = KSD(model.parameters(), krylov_dim=10, memory_budget=V - 1)
     with pytest.raises(ValueError, match=rf"takes {V:,} bytes \(11 vectors of {P:,} parameters in float32\)") as error:
         optimizer.step(counted, sets)
+    with pytest.raises(ValueError, match="memory_budget"):  # and again
+        optimizer.step(counted, sets)
+    assert calls == []
     assert f"Storage(dtype=torch.bfloat16), {V // 2:,} bytes" in str(error.value)
     assert "krylov_dim=9" in str(error.value)
     assert "float32" not in str(error.value).split("Remedies")[1]

@@ -311,3 +311,23 @@ def test_convolutions_of_other_kinds_are_left_alone() -> None:
         )
         expected = dense_of("ggn", closure, (x,), list(same.parameters()))
         assert relative(product(v), expected @ v) < 1e-9
+
+
+def test_checkpointed_convolutions() -> None:
+    """What is computed again runs outside the mode that replaces convolutions."""
+    torch.manual_seed(0)
+    block = nn.Sequential(nn.Conv2d(2, 4, 3), nn.Tanh(), nn.Conv2d(4, 4, 2), nn.Tanh()).double()
+    x = torch.randn(4, 2, 5, 5, dtype=torch.float64)
+
+    def plain(batch: Any) -> tuple[Tensor, Tensor]:
+        z = block(batch[0]).flatten(1)
+        return z.square().sum(1).mean(), z
+
+    def closure(batch: Any) -> tuple[Tensor, Tensor]:
+        z = checkpoint(block, batch[0], use_reentrant=False).flatten(1)
+        return z.square().sum(1).mean(), z
+
+    vector = ParameterVector([{"params": list(block.parameters()), "weight_decay": 0.0}])
+    v = torch.randn(vector.numel, dtype=torch.float64)
+    product = CurvatureProduct(CURVATURES["ggn"], Objective(closure, vector, SingleProcess()), [Microbatch((x,), 4)])
+    assert relative(product(v), dense_of("ggn", plain, (x,), list(block.parameters())) @ v) < 1e-9

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from krylov_descent.basis import Subspace, krylov_basis
@@ -47,22 +48,27 @@ class KrylovBuilder:
             self._V = None  # free the old one first
             self._V = Rows(K + 1, g, self.storage.dtype, self.storage.device)
         out = g if len(g) == objective.parameters.numel else None
-        need = self._need(objective, len(g))
+        need = self._need(objective)
         product = CurvatureProduct(self.kind, objective, batches, None if need is None else need.for_graphs, out)
         return krylov_basis(product, precondition, g, d_prev, K, self._V, objective.comm)
 
-    def announce(self, objective: Objective, batches: Sequence[Microbatch]) -> None:
-        """Before the first step: warn where the budget is too small for the graphs of B.
+    def require_room(self, objective: Objective) -> None:
+        """Before anything runs.
 
         Raises:
-            ValueError: it is too small for V.
+            ValueError: the budget is too small for V.
         """
+        need = self._need(objective)
+        refusal = None if need is None else need.refusal()
+        if refusal:
+            raise ValueError(refusal)
+
+    def announce(self, objective: Objective, batches: Sequence[Microbatch]) -> None:
+        """Before the first step: warn where the budget is too small for the graphs of B."""
         self.announced = True
-        need = self._need(objective, objective.comm.shard(objective.parameters.empty()).numel())
+        need = self._need(objective)
         if need is None:
             return
-        if refusal := need.refusal():
-            raise ValueError(refusal)
         # One micro-batch tells of all: what a graph holds grows with the samples.
         one = CurvatureProduct(self.kind, objective, batches[:1], memory_budget=_ANYTHING).kept_bytes
         samples = [batch.samples or 1 for batch in batches]
@@ -70,10 +76,11 @@ class KrylovBuilder:
         if warning := need.warning():
             warnings.warn(warning, stacklevel=4)
 
-    def _need(self, objective: Objective, length: int) -> Need | None:
+    def _need(self, objective: Objective) -> Need | None:
         parameters = objective.parameters
         if self.memory_budget is None:
             return None
+        length = objective.comm.shard(torch.empty(parameters.numel, device="meta")).numel()
         vectors = min(self.krylov_dim, parameters.numel) + 1
         return Need(self.memory_budget, vectors, length, parameters.dtype, parameters.device, self.storage)
 

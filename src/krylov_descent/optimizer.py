@@ -168,6 +168,7 @@ class KSD(Optimizer):
         memory = self._remember(parameters)
         with torch.enable_grad(), self._full_precision():
             objective, draw_sets = self._prepare(closure, sets, memory, parameters)
+            self._builder.require_room(objective)
             if memory.iteration == 0:
                 check_consistency(
                     objective, draw_sets(memory.search_growth), curvature_of_outputs=self._curvature != "hessian"
