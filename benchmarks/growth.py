@@ -25,6 +25,7 @@ EVALUATIONS = 20
 P_SIZES = (100_000, 300_000, 1_000_000, 3_000_000, 10_000_000, 30_000_000)
 K_SIZES = (5, 10, 20, 50, 100)
 N_SIZES = (10_000, 30_000, 100_000, 300_000, 1_000_000)
+_RETURNING = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0"}
 _INPUTS, _OUTPUTS = 100, 10
 
 
@@ -56,8 +57,8 @@ def one(P: int, K: int, N: int, batch_size: int, steps: int) -> dict[str, float]
     }
 
 
-def point(**arguments: int) -> dict[str, float]:
-    """``one`` in a new process, whose allocator gives memory back at once."""
+def point(*, for_memory: bool = False, **arguments: int) -> dict[str, float]:
+    """``one`` in a new process; for its memory, with an allocator that gives every block back at once."""
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in arguments.items()]
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.growth", *flags],
@@ -65,7 +66,7 @@ def point(**arguments: int) -> dict[str, float]:
         text=True,
         check=True,
         cwd=Path(__file__).parent.parent,
-        env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0"},
+        env={**os.environ, **(_RETURNING if for_memory else {})},
     )
     found: dict[str, float] = json.loads(done.stdout)
     return found
@@ -91,7 +92,9 @@ def measure(*, quick: bool) -> dict[str, Any]:
         point(P=1_000_000, K=K, N=10_000, batch_size=1_000, steps=steps) for K in (K_SIZES[:3] if quick else K_SIZES)
     ]
     by_N = [point(P=60_000, K=20, N=N, batch_size=1_000, steps=steps) for N in (N_SIZES[:3] if quick else N_SIZES)]
-    memory = {K: [point(P=P, K=K, N=4 * K, batch_size=2, steps=2) for P in P_sizes[-3:]] for K in (5, 20)}
+    memory = {
+        K: [point(P=P, K=K, N=4 * K, batch_size=2, steps=2, for_memory=True) for P in P_sizes[-3:]] for K in (5, 20)
+    }
     return {
         "P": by_P,
         "K": by_K,

@@ -111,5 +111,5 @@ def test_times() -> None:
 
 
 def test_memory_is_V_and_less_than_eight_vectors() -> None:
-    points = [growth.point(P=P, K=5, N=20, batch_size=2, steps=3) for P in (1_000_000, 4_000_000)]
+    points = [growth.point(P=P, K=5, N=20, batch_size=2, steps=3, for_memory=True) for P in (1_000_000, 4_000_000)]
     assert growth.vectors(points) - 5 < 8

@@ -105,6 +105,8 @@ class Rows:
 
     def gram(self) -> Tensor:
         """V Vᵀ [m, m]."""
+        if self.direct:
+            return self._buffer[: self.m] @ self._buffer[: self.m].T
         total = torch.zeros(self.m, self.m, dtype=self.dtype, device=self.device)
         for _, _, part in self._parts():
             total.addmm_(part, part.T)
