@@ -1,7 +1,7 @@
 """Measure KSD against the bare engine and against others: `python -m benchmarks [section ...]`.
 
 Every figure is a ratio of times taken in turn within one run: medians, and quartiles in brackets. Sections: products,
-fisher, step, compiling, memory, growth; without a name, all of them (about half an hour on two cores; --quick: five
+fisher, step, compiling, memory, growth; without a name, all of them (about half an hour on two cores; --quick: ten
 minutes). A section's results are added to the JSON file as soon as they are known.
 """
 

@@ -128,10 +128,13 @@ def plot(found: Mapping[str, Any], path: Path) -> None:
         axis.set(xlabel=label, ylabel="seconds a step", title=f"exponent {slopes[f'seconds over {name}']:.2f}")
         axis.legend(frameon=False)
     for K, points in found["memory"].items():
-        xs, ys = [p["P"] for p in points], [p["bytes"] / 1e9 for p in points]
-        axes[3].loglog(xs, ys, "o-", label=f"K = {K}: (K + {found['c'][K]:.1f})·P·4 bytes")
-    axes[3].set(xlabel="parameters P", ylabel="peak memory, GB", title="resident, whole process")
-    axes[3].legend(frameon=False)
+        xs, ys = [p["P"] / 1e6 for p in points], [p["bytes"] / 1e9 for p in points]
+        axes[3].plot(xs, ys, "o-", label=f"K = {K}: (K + {found['c'][K]:.1f})·P·4 bytes")
+    axes[3].set(
+        xlabel="parameters P, millions", ylabel="peak memory, GB", title="resident, whole process", ylim=(0, None)
+    )
+    axes[3].legend(frameon=False, loc="upper left", fontsize="small")
+    axes[3].margins(y=0.3)
     for axis in axes:
         axis.grid(visible=True, which="major", alpha=0.3)
     figure.savefig(path, metadata={"Date": None})

@@ -49,9 +49,9 @@ def test_a_product_takes_the_matrix_products_of_the_hand_written_one(kind: str) 
 def test_the_fisher_diagonal_takes_one_matrix_product_per_layer(kind: str) -> None:
     problem = dense(kind, 50)
     objective = problem.objective()
-    net, fisher = hand.HandWritten(problem), Fisher().prepare()
+    net, diagonal = hand.HandWritten(problem), Fisher().prepare()
     batches = problem.microbatches(5)
-    passes = [fisher.start(objective, 0) for _ in range(2)]
+    passes = [diagonal.start(objective, 0) for _ in range(2)]
     objective.value_and_gradient(batches, passes[0])  # judges the rules
     ours = flops(lambda: objective.value_and_gradient(batches, passes[1]))
     squares = objective.parameters.zeros()
@@ -94,14 +94,14 @@ def test_times() -> None:
     objective = problem.objective()
     v = torch.randn(objective.parameters.numel)
     ours = CurvatureProduct(CURVATURES["ggn"], objective, [problem.microbatch])
-    net, fisher = hand.HandWritten(problem), Fisher().prepare()
+    net, diagonal = hand.HandWritten(problem), Fisher().prepare()
     theirs = net.cache(problem.x)
     squares = objective.parameters.zeros()
     seconds = interleaved(
         {
             "product": lambda: ours(v),
             "bare product": lambda: theirs(v),
-            "pass": lambda: objective.value_and_gradient([problem.microbatch], fisher.start(objective, 0)),
+            "pass": lambda: objective.value_and_gradient([problem.microbatch], diagonal.start(objective, 0)),
             "bare pass": lambda: net.gradient(problem.x, problem.y, squares),
         },
         rounds=15,
@@ -113,3 +113,18 @@ def test_times() -> None:
 def test_memory_is_V_and_less_than_eight_vectors() -> None:
     points = [growth.point(P=P, K=5, N=20, batch_size=2, steps=3, for_memory=True) for P in (1_000_000, 4_000_000)]
     assert growth.vectors(points) - 5 < 8
+
+
+@pytest.mark.filterwarnings("ignore")  # of the other libraries
+def test_the_benchmarks_run() -> None:
+    """Each compares results before it compares times."""
+    from benchmarks import fisher, memory, products  # they import the other libraries, which warn
+
+    problem = classifier(24)
+    found = products.measure(problem, rounds=1)
+    assert {"hand-written", "curvlinops", "BackPACK", "torch.func jvp + vjp"} <= set(found)
+    assert not any(isinstance(value, str) for value in found.values())
+    assert set(fisher.measure(problem, rounds=1)) >= {"gradient + D", "BackPACK", "hand-written"}
+    small = autoencoder("", (20, 10, 5, 10, 20), 200)
+    assert set(memory.measure(small, batch_size=100, rounds=1)) == {"graphs rebuilt", "bfloat16 basis"}
+    assert "step ÷ bare passes" in step.measure(small, batch_size=100, krylov_dim=3, rounds=1)
