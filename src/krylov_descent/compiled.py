@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 
@@ -98,6 +97,9 @@ def _traced(
     structure: pytree.TreeSpec,
     tensors: Sequence[Tensor],
 ) -> Callable[[Sequence[Tensor], Pass | None], Pass]:
+    # Here, as it imports a second's worth of the compiler, which few runs need.
+    from torch.fx.experimental.proxy_tensor import make_fx
+
     fixed_weight: float | None = None
     like: Pass
 
