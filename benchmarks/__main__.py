@@ -8,6 +8,7 @@ minutes). A section's results are added to the JSON file as soon as they are kno
 from __future__ import annotations
 
 import argparse
+import copy
 import dataclasses
 import datetime
 import json
@@ -89,7 +90,13 @@ def run_compiling(quick: bool) -> dict[str, Any]:
 def run_memory(quick: bool) -> dict[str, Any]:
     """What a smaller memory costs."""
     problem = trainable("CURVES autoencoder", problems.CURVES, 20_000)
-    return memory.measure(problem, batch_size=1000, rounds=3 if quick else 11)
+    double = dataclasses.replace(problem, model=copy.deepcopy(problem.model).double())
+    double = dataclasses.replace(double, x=problem.x[:10_000].double(), y=problem.y[:10_000].double())
+    rounds = 3 if quick else 11
+    return {
+        "float32 parameters": memory.measure(problem, batch_size=1000, rounds=rounds),
+        "float64 parameters": memory.measure(double, batch_size=1000, rounds=rounds),
+    }
 
 
 def run_growth(quick: bool) -> dict[str, Any]:

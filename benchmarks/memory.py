@@ -16,12 +16,13 @@ from krylov_descent import KSD, Storage, Subsets
 K = 20
 
 
-def ways(P: int) -> dict[str, dict[str, Any]]:
-    """Name → arguments of KSD, for float32 parameters."""
+def ways(P: int, dtype: torch.dtype) -> dict[str, dict[str, Any]]:
+    """Name → arguments of KSD."""
+    smaller = torch.bfloat16 if dtype == torch.float32 else torch.float32
     return {
         "all kept": {},
-        "graphs rebuilt": {"memory_budget": (K + 1) * P * 4},
-        "bfloat16 basis": {"storage": Storage(dtype=torch.bfloat16)},
+        "graphs rebuilt": {"memory_budget": (K + 1) * P * dtype.itemsize},
+        f"{str(smaller).removeprefix('torch.')} basis": {"storage": Storage(dtype=smaller)},
     }
 
 
@@ -29,7 +30,7 @@ def measure(problem: Problem, *, batch_size: int, rounds: int) -> dict[str, dict
     """Steps of each way in turn, each on its own copy of the model."""
     P = sum(p.numel() for p in problem.model.parameters())
     runs = {}
-    for name, settings in ways(P).items():
+    for name, settings in ways(P, problem.x.dtype).items():
         own = dataclasses.replace(problem, model=copy.deepcopy(problem.model))
         optimizer = KSD(own.model.parameters(), krylov_dim=K, **settings)
         runs[name] = (own, optimizer, Subsets((problem.x, problem.y), batch_size=batch_size, seed=0))
