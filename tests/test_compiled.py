@@ -97,3 +97,23 @@ def test_what_cannot_be_traced_runs_without() -> None:
         first = optimizer.step(closure, sets)
     assert first.search_loss_after < first.search_loss_before
     optimizer.step(closure, sets)  # and says so once
+
+
+def test_batches_that_cannot_be_told_apart_run_without() -> None:
+    """A leaf without a hash, as an array has none, cannot name a graph."""
+
+    class Unhashable:
+        __hash__ = None  # type: ignore[assignment]
+
+    problem = problems.mlp()
+    inner = problem.closure
+    data = [(x, y, Unhashable()) for x, y in zip(*problem.data, strict=True)]
+
+    def stacked(samples: list[Any]) -> tuple[Tensor, Tensor, Unhashable]:
+        return torch.stack([s[0] for s in samples]), torch.stack([s[1] for s in samples]), samples[0][2]
+
+    sets = Subsets(data, batch_size=4, fraction=0.4, seed=0, collate_fn=stacked)
+    optimizer = KSD(problem.params, krylov_dim=2, compile=True)
+    with pytest.warns(UserWarning, match="compile=True has no effect here.*unhashable"):
+        report = optimizer.step(lambda batch: inner(batch[:2]), sets)
+    assert report.search_loss_after < report.search_loss_before

@@ -54,8 +54,12 @@ class CompiledPasses:
         leaves, structure = pytree.tree_flatten(data)
         tensors = [x for x in leaves if isinstance(x, Tensor)]
         key = (structure, *(_sort(x) for x in leaves))
-        if self._compared and key in self._graphs:
-            return self._graphs[key](tensors, None)
+        try:
+            graph = self._graphs.get(key) if self._compared else None
+        except TypeError:
+            graph = None  # a leaf without a hash, such as an array: refused below
+        if graph is not None:
+            return graph(tensors, None)
         reference = eager()
         try:
             for _ in range(2):
