@@ -143,7 +143,9 @@ class FisherDiagonal:
                 self._set_unit(evaluation.weight, delta)
         if self._unit is None:
             return 0.0  # every ∂loss/∂z was zero: nothing to add, and nothing to judge a rule by
-        pulls = self._judge(evaluation, dL_dz, unjudged, deltas, G)
+        # Not counted: a resumed run judges again, and its costs are to be those of one that never stopped.
+        self._judge(evaluation, dL_dz, unjudged, deltas, G)
+        pulls = 0
         self._watching = False  # these rules have just been judged
         for call, delta in zip(unjudged, deltas, strict=True):
             if delta is not None:
@@ -191,8 +193,8 @@ class FisherDiagonal:
         calls: Sequence[Call],
         deltas: Sequence[Tensor | None],
         G: dict[int, Tensor],
-    ) -> int:
-        """Put rules to the test; returns the pull-backs that it took.
+    ) -> None:
+        """Put rules to the test.
 
         They must reproduce the gradient, and a signed sum Σᵢ sᵢ gᵢ: it tells whether rows are attributed to the right
         samples, which the gradient cannot.
@@ -203,7 +205,7 @@ class FisherDiagonal:
             if delta is not None
         ]
         if not witnesses:
-            return 0
+            return
         signs = self._all_signs(evaluation, self._check_generator)
         if all(bool((s == s[0]).all()) for s in signs):  # too few samples to differ by chance
             signs = [(torch.arange(len(s), device="cpu") % 2).mul_(-2).add_(1) for s in signs]
@@ -213,7 +215,11 @@ class FisherDiagonal:
         confirmed, refuted = right_and_wrong(witnesses, G, None, self._tolerance)
         self.verdict.trusted |= right & confirmed
         self.verdict.judged |= (right & confirmed) | wrong | refuted
-        return 1
+
+    @property
+    def available(self) -> bool:
+        """Whether the closure gave outputs to gather from."""
+        return self._available
 
     def diagonal(self, total_weight: float, comm: Comm) -> Tensor:
         """D before flooring: gᵢ = N (w_b/W) Jᵢᵀδᵢ, so that (1/N) Σᵢ gᵢ² = (N/W²) Σ_b w_b² Σᵢ (Jᵢᵀδᵢ)²."""

@@ -13,9 +13,7 @@ Deviations from the paper:
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -25,12 +23,12 @@ from torch import Tensor
 from krylov_descent.acceptance import better_before
 from krylov_descent.basis import Subspace, length
 from krylov_descent.data import Microbatch
-from krylov_descent.objective import BatchLosses, Objective, PassAgain, relative_noise
-from krylov_descent.parameters import ParameterVector
+from krylov_descent.objective import BatchLosses, Objective, relative_noise
 from krylov_descent.precondition import Precondition, Preconditioner
 from krylov_descent.report import Settlement, StepReport, StopReason
 from krylov_descent.search import Found, Search, search_subspace
 from krylov_descent.sets import StepSets
+from krylov_descent.stepping import Clock, pass_with_statistics, require_finite, restoring
 
 
 class BasisBuilder(Protocol):
@@ -98,7 +96,7 @@ def ksd_step(
         ValueError: f or its gradient on A is not finite and there is no earlier point to return to.
     """
     parameters = objective.parameters
-    clock = _Clock()
+    clock = Clock()
     draw = draw_sets(memory.search_growth)  # line 3
     on_A = _pass_over_A(objective, draw, settings, memory, attempt=0)  # lines 4-5
     if not settings.rollback or _undoing(objective, draw, memory, on_A.losses, on_A.g) is None:
@@ -132,7 +130,7 @@ def _descend(
     on_A: _OnA,
     memory: Memory,
     settings: Settings,
-    clock: _Clock,
+    clock: Clock,
     *,
     accepted: bool,
 ) -> tuple[StepReport, Memory]:
@@ -140,7 +138,7 @@ def _descend(
     parameters, comm, losses, g = objective.parameters, objective.comm, on_A.losses, on_A.g
     assert g is not None
     grad_norm = length(g, objective.comm)
-    _require_finite(losses.mean, grad_norm)
+    require_finite(losses.mean, grad_norm)
     clock.lap("gradient")
 
     notes = []
@@ -166,7 +164,7 @@ def _descend(
     g = on_A.g = on_A.precondition = None
     clock.lap("basis")
 
-    with _restoring(parameters) as theta:
+    with restoring(parameters) as theta:
 
         def evaluate(d: Tensor) -> tuple[float, Tensor]:
             parameters.write(parameters.rounded(comm.all_gather(d)).add_(theta))
@@ -236,17 +234,6 @@ def _undoing(
     return better_before(objective, draw, losses if finite else None, memory.accepted, memory.accepted_loss)
 
 
-@contextmanager
-def _restoring(parameters: ParameterVector) -> Iterator[Tensor]:
-    """θ as it is now, put back if anything inside fails."""
-    theta = parameters.read()
-    try:
-        yield theta
-    except BaseException:
-        parameters.write(theta)
-        raise
-
-
 def _undone(memory: Memory) -> Memory:
     return replace(memory, d_prev=None, accepted=None, search_growth=memory.search_growth + 1)
 
@@ -254,23 +241,11 @@ def _undone(memory: Memory) -> Memory:
 def _pass_over_A(objective: Objective, draw: StepSets, settings: Settings, memory: Memory, attempt: int) -> _OnA:
     if settings.preconditioner is None:
         return _OnA(*objective.value_and_gradient(draw.a), None)
-    while True:
-        statistics = settings.preconditioner.start(objective, memory.seed, memory.iteration, attempt)
-        try:
-            losses, g = objective.value_and_gradient(draw.a, statistics)
-        except PassAgain:
-            continue
-        return _OnA(losses, g, statistics.solver(objective.comm))
-
-
-def _require_finite(loss: float, grad_norm: float) -> None:
-    for what, value in (("loss", loss), ("gradient's norm", grad_norm)):
-        if not math.isfinite(value):
-            raise ValueError(
-                f"The {what} on A is {value} at the current parameters, and there is no earlier point to return to. "
-                "Look for NaN or inf in the data, labels out of range, logarithms or divisions by zero in the "
-                "closure, or an initialisation that overflows."
-            )
+    start = settings.preconditioner.start
+    losses, g, statistics = pass_with_statistics(
+        objective, draw.a, lambda: start(objective, memory.seed, memory.iteration, attempt)
+    )
+    return _OnA(losses, g, statistics.solver(objective.comm))
 
 
 def _name(preconditioner: Preconditioner | None) -> str:
@@ -279,14 +254,3 @@ def _name(preconditioner: Preconditioner | None) -> str:
 
 def _identity(w: Tensor) -> Tensor:
     return w
-
-
-class _Clock:
-    def __init__(self) -> None:
-        self.laps: dict[str, float] = {}
-        self._last = time.perf_counter()
-
-    def lap(self, name: str) -> None:
-        now = time.perf_counter()
-        self.laps[name] = now - self._last
-        self._last = now

@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-import inspect
-import math
-import operator
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
-from torch.optim.optimizer import Optimizer, ParamsT
+from torch.optim.optimizer import ParamsT
 
+from krylov_descent.base import ClosureOptimizer, whole
 from krylov_descent.budget import Storage
 from krylov_descent.closure import no_inference_mode
 from krylov_descent.compiled import CompiledPasses
 from krylov_descent.consistency import check_consistency
 from krylov_descent.curvature import CURVATURES
 from krylov_descent.data import Subsets
-from krylov_descent.distributed import Comm, SingleProcess
 from krylov_descent.krylov import KrylovBuilder
 from krylov_descent.ksd import Memory, Settings, ksd_step, settle
 from krylov_descent.objective import Objective
-from krylov_descent.parameters import ParameterVector, check_uniform
+from krylov_descent.parameters import ParameterVector
 from krylov_descent.precondition import Fisher, Preconditioner
 from krylov_descent.report import Settlement, StepReport
 from krylov_descent.search import Search
@@ -42,7 +37,7 @@ PAPER: dict[str, Any] = {
 }
 
 
-class KSD(Optimizer):
+class KSD(ClosureOptimizer):
     """Krylov Subspace Descent (Vinyals & Povey 2011): second order, without learning rate or damping.
 
     Each step takes the gradient on a sample set A, builds a Krylov basis from curvature products on a set B, adds
@@ -86,6 +81,8 @@ class KSD(Optimizer):
         True
     """
 
+    _KEPT = ("_krylov_dim", "_curvature", "_seed", "_builder", "_settings", "_compiled")
+
     def __init__(
         self,
         params: ParamsT,
@@ -102,7 +99,7 @@ class KSD(Optimizer):
         compile: bool = False,
         seed: int = 0,
     ) -> None:
-        krylov_dim = _whole("krylov_dim", krylov_dim)
+        krylov_dim = whole("krylov_dim", krylov_dim)
         if krylov_dim < 1:
             raise ValueError(f"krylov_dim={krylov_dim!r}: must be a whole number ≥ 1; the paper's is 20.")
         if curvature not in CURVATURES:
@@ -117,11 +114,11 @@ class KSD(Optimizer):
             raise ValueError(f"previous={previous!r}: must be 'step', 'e1' or None.")
         if not isinstance(search, Search):
             raise ValueError(f"search={search!r}: must be a krylov_descent.Search(...).")
-        if memory_budget is not None and _whole("memory_budget", memory_budget) < 0:
+        if memory_budget is not None and whole("memory_budget", memory_budget) < 0:
             raise ValueError(f"memory_budget={memory_budget}: must be a number of bytes ≥ 0, or None for no limit.")
         if not isinstance(storage, Storage):
             raise ValueError(f"storage={storage!r}: must be a krylov_descent.Storage(...).")
-        seed = _whole("seed", seed)
+        seed = whole("seed", seed)
         self._krylov_dim = krylov_dim
         self._curvature = curvature
         self._seed = seed
@@ -134,16 +131,7 @@ class KSD(Optimizer):
             rollback,
         )
         self._compiled = CompiledPasses() if compile else None
-        self._comm: Comm = SingleProcess()
-        super().__init__(params, {"lr": 1.0, "weight_decay": weight_decay})
-        check_uniform([p for group in self.param_groups for p in group["params"] if p.requires_grad])
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters, with a ``weight_decay`` of their own if wanted; they join at the next step."""
-        decay = param_group.get("weight_decay", self.defaults["weight_decay"])
-        if not (isinstance(decay, (int, float)) and 0 <= decay < math.inf):
-            raise ValueError(f"weight_decay={decay!r}: must be a number ≥ 0.")
-        super().add_param_group(param_group)
+        super().__init__(params, weight_decay)
 
     def step(  # type: ignore[override]
         self, closure: Callable[..., Any], sets: Subsets | None = None
@@ -208,41 +196,11 @@ class KSD(Optimizer):
             self._store(parameters, settled)
         return settlement
 
-    def _full_precision(self) -> AbstractContextManager[Any]:
-        """No autocast from outside: its casts are not for V and H̄."""
-        device = self._first_parameter().device.type
-        return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
-
-    def _first_parameter(self) -> Tensor:
-        first: Tensor = next(p for group in self.param_groups for p in group["params"])
-        return first
-
     def _prepare(
         self, closure: Callable[..., Any], sets: Subsets | None, memory: Memory, parameters: ParameterVector
     ) -> tuple[Objective, Callable[[int], StepSets]]:
         """The objective over the groups as they are now, and what draws the sets of this iteration."""
-        if not callable(closure):
-            raise ValueError(
-                f"step() was given {closure!r} for a closure. Pass a function that returns loss, outputs: "
-                "optimizer.step(closure) or optimizer.step(closure, sets)."
-            )
-        if sets is not None and not hasattr(sets, "draw"):
-            raise ValueError(f"sets is a {type(sets).__name__}; pass Subsets(train_set, batch_size=..., seed=...).")
-        try:
-            inspect.signature(closure).bind(*(() if sets is None else (None,)))
-        except TypeError as error:
-            raise ValueError(
-                "step(closure, sets) calls closure(batch), and step(closure) calls closure(); "
-                f"this closure does not take that: {error}."
-            ) from None
-        except ValueError:
-            pass  # a builtin without a signature
-        call = closure if sets is not None else (lambda _: closure())
-        # Its code and not itself, which may hold data that should die with it.
-        identity = getattr(closure, "__code__", type(closure))
-        if self._compiled is not None:
-            self._compiled.start((identity, *map(id, parameters.params)))
-        objective = Objective(call, parameters, self._comm, identity, self._compiled)
+        objective = self._objective(closure, sets, parameters, self._compiled)
         source = FullBatch() if sets is None else sets
         return objective, lambda growth: source.draw(
             memory.iteration, krylov_dim=self._krylov_dim, search_growth=growth
@@ -253,19 +211,3 @@ class KSD(Optimizer):
 
     def _store(self, parameters: ParameterVector, memory: Memory) -> None:
         write_memory(self.state, self._first_parameter(), parameters, memory)
-
-    def __getstate__(self) -> dict[str, Any]:
-        # torch's own keeps only state, groups and defaults, so that a copy would have no settings.
-        return {**super().__getstate__(), **{k: self.__dict__[k] for k in _KEPT}}
-
-
-def _whole(name: str, value: Any) -> int:
-    try:
-        if isinstance(value, bool):
-            raise TypeError
-        return operator.index(value)
-    except TypeError:
-        raise ValueError(f"{name}={value!r}: must be a whole number.") from None
-
-
-_KEPT = ("_krylov_dim", "_curvature", "_seed", "_builder", "_settings", "_compiled", "_comm")

@@ -23,6 +23,7 @@ class StopReason(enum.Enum):
     MAX_EVALUATIONS = "max-evaluations"
     NON_FINITE = "non-finite"
     ZERO_GRADIENT = "zero-gradient"
+    NEGATIVE_CURVATURE = "negative-curvature"
 
     @property
     def remedy(self) -> str:
@@ -37,8 +38,8 @@ _REMEDY: Mapping[StopReason, str] = {
         "if every step ends so, training is finished or needs float64."
     ),
     StopReason.MAX_ITERATIONS: (
-        "The cap on BFGS iterations was met; the best point seen was taken. "
-        "Raise Search(iterations=...) if the loss still falls fast."
+        "The cap on inner iterations was met; the best point seen was taken. "
+        "Raise it (Search(iterations=...), or cg_iterations of HessianFree) if the loss still falls fast."
     ),
     StopReason.MAX_EVALUATIONS: (
         "The cap on evaluations was met; the best point seen was taken. "
@@ -51,6 +52,10 @@ _REMEDY: Mapping[StopReason, str] = {
     StopReason.ZERO_GRADIENT: (
         "The gradient is zero: a stationary point, or no parameter influences the loss. "
         "Perturb the parameters if it is a saddle."
+    ),
+    StopReason.NEGATIVE_CURVATURE: (
+        "Conjugate gradients met a direction of negative curvature and ended before it (baselines only); "
+        "if steps are short because of it, use curvature='ggn' or more damping."
     ),
 }
 

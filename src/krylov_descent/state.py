@@ -6,7 +6,7 @@ As in torch's L-BFGS. All of it survives state_dict → torch.save → torch.loa
 from __future__ import annotations
 
 import math
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -24,8 +24,8 @@ def read_memory(state: State, first: Tensor, parameters: ParameterVector, seed: 
     return Memory(
         iteration=int(numbers.get("iteration", 0)),
         seed=int(numbers.get("seed", seed)),
-        d_prev=_vector(state, parameters, "d_prev", partial=True),
-        accepted=_vector(state, parameters, "accepted", partial=False),
+        d_prev=read_vector(state, parameters, "d_prev", partial=True),
+        accepted=read_vector(state, parameters, "accepted", partial=False),
         accepted_loss=float(numbers.get("accepted_loss", math.inf)),
         search_growth=int(numbers.get("search_growth", 0)),
     )
@@ -33,13 +33,7 @@ def read_memory(state: State, first: Tensor, parameters: ParameterVector, seed: 
 
 def write_memory(state: State, first: Tensor, parameters: ParameterVector, memory: Memory) -> None:
     """Replace the memory in a state; its vectors are kept as they are, in views."""
-    for entry in state.values():
-        for key in ("d_prev", "accepted"):
-            entry.pop(key, None)
-    for key, vector in (("d_prev", memory.d_prev), ("accepted", memory.accepted)):
-        if vector is not None:
-            for p, part in zip(parameters.params, parameters.unflatten(vector), strict=True):
-                state[p][key] = part
+    write_vectors(state, parameters, {"d_prev": memory.d_prev, "accepted": memory.accepted})
     state[first].update(
         iteration=memory.iteration,
         seed=memory.seed,
@@ -48,7 +42,18 @@ def write_memory(state: State, first: Tensor, parameters: ParameterVector, memor
     )
 
 
-def _vector(state: State, parameters: ParameterVector, key: str, *, partial: bool) -> Tensor | None:
+def write_vectors(state: State, parameters: ParameterVector, vectors: Mapping[str, Tensor | None]) -> None:
+    """Replace vectors in the states of the parameters, kept as they are, in views; None leaves none."""
+    for entry in state.values():
+        for key in vectors:
+            entry.pop(key, None)
+    for key, vector in vectors.items():
+        if vector is not None:
+            for p, part in zip(parameters.params, parameters.unflatten(vector), strict=True):
+                state[p][key] = part
+
+
+def read_vector(state: State, parameters: ParameterVector, key: str, *, partial: bool) -> Tensor | None:
     """A vector from the states of the parameters; a parameter that has none counts as zero if ``partial``."""
     tensors = [state.get(p, {}).get(key) for p in parameters.params]
     missing = sum(t is None for t in tensors)

@@ -1,0 +1,101 @@
+"""What the fronts of all methods share: groups with a weight decay, the check of a closure, a copy with settings."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import operator
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer, ParamsT
+
+from krylov_descent.compiled import CompiledPasses
+from krylov_descent.data import Subsets
+from krylov_descent.distributed import Comm, SingleProcess
+from krylov_descent.objective import Objective
+from krylov_descent.parameters import ParameterVector, check_uniform
+
+
+class ClosureOptimizer(Optimizer):
+    """An optimizer whose step takes a closure that returns the loss, and optionally sets to call it on."""
+
+    #: Attributes that a copy takes along, beside torch's own.
+    _KEPT: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self, params: ParamsT, weight_decay: float) -> None:
+        self._comm: Comm = SingleProcess()
+        super().__init__(params, {"lr": 1.0, "weight_decay": weight_decay})
+        check_uniform([p for group in self.param_groups for p in group["params"] if p.requires_grad])
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters, with a ``weight_decay`` of their own if wanted; they join at the next step."""
+        decay = param_group.get("weight_decay", self.defaults["weight_decay"])
+        if not (isinstance(decay, (int, float)) and 0 <= decay < math.inf):
+            raise ValueError(f"weight_decay={decay!r}: must be a number ≥ 0.")
+        super().add_param_group(param_group)
+
+    def _full_precision(self) -> AbstractContextManager[Any]:
+        """No autocast from outside: its casts are not for vectors of all parameters."""
+        device = self._first_parameter().device.type
+        return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
+
+    def _first_parameter(self) -> Tensor:
+        first: Tensor = next(p for group in self.param_groups for p in group["params"])
+        return first
+
+    def _objective(
+        self,
+        closure: Callable[..., Any],
+        sets: Subsets | None,
+        parameters: ParameterVector,
+        compiled: CompiledPasses | None = None,
+    ) -> Objective:
+        """The objective over the groups as they are now.
+
+        Raises:
+            ValueError: the closure or the sets cannot be used.
+        """
+        if not callable(closure):
+            raise ValueError(
+                f"step() was given {closure!r} for a closure. Pass a function that returns loss, outputs: "
+                "optimizer.step(closure) or optimizer.step(closure, sets)."
+            )
+        if sets is not None and not hasattr(sets, "draw"):
+            raise ValueError(f"sets is a {type(sets).__name__}; pass Subsets(train_set, batch_size=..., seed=...).")
+        try:
+            inspect.signature(closure).bind(*(() if sets is None else (None,)))
+        except TypeError as error:
+            raise ValueError(
+                "step(closure, sets) calls closure(batch), and step(closure) calls closure(); "
+                f"this closure does not take that: {error}."
+            ) from None
+        except ValueError:
+            pass  # a builtin without a signature
+        call = closure if sets is not None else (lambda _: closure())
+        # Its code and not itself, which may hold data that should die with it.
+        identity = getattr(closure, "__code__", type(closure))
+        if compiled is not None:
+            compiled.start((identity, *map(id, parameters.params)))
+        return Objective(call, parameters, self._comm, identity, compiled)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # torch's own keeps only state, groups and defaults, so that a copy would have no settings.
+        return {**super().__getstate__(), **{k: self.__dict__[k] for k in ("_comm", *self._KEPT)}}
+
+
+def whole(name: str, value: Any) -> int:
+    """An argument as an integer.
+
+    Raises:
+        ValueError: it is none.
+    """
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        return operator.index(value)
+    except TypeError:
+        raise ValueError(f"{name}={value!r}: must be a whole number.") from None
