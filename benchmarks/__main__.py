@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tests import curves
+from experiments.curves import curves
+from experiments.networks import autoencoder
 
 from benchmarks import compiling, fisher, growth, memory, problems, products, step
 from benchmarks.problems import Problem
@@ -52,8 +53,8 @@ def run_fisher(quick: bool) -> dict[str, Any]:
 
 def trainable(name: str, widths: tuple[int, ...], samples: int) -> Problem:
     """An autoencoder on curves, sparsely initialised: one on which steps are as in training."""
-    images = curves.curves(2000, seed=0).repeat(samples // 2000, 1)
-    model = curves.autoencoder(widths[: len(widths) // 2 + 1], seed=0)
+    images = curves(2000, seed=0).repeat(samples // 2000, 1)
+    model = autoencoder(widths[: len(widths) // 2 + 1], seed=0)
     return Problem(name, model, torch.nn.BCEWithLogitsLoss(), images, images)
 
 

@@ -15,10 +15,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from experiments.curves import curves
+from experiments.losses import cross_entropy
+from experiments.networks import autoencoder
 from torch import Tensor, nn
 
 from krylov_descent import KSD, PAPER, Fisher, Search, Storage, Subsets
-from tests.curves import autoencoder, cross_entropy, curves
 
 SIZES = (784, 400, 200, 100, 50, 25, 6)
 SEEDS = (0, 1, 2)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from experiments.curves import curves
 
 from tests.convergence import SEEDS, ksd, lbfgs
-from tests.curves import curves
 
 BUDGET = 60  # gradients over the data set
 

@@ -8,6 +8,7 @@ import pkgutil
 import re
 from pathlib import Path
 
+import experiments
 import pytest
 import torch
 
@@ -15,7 +16,12 @@ import krylov_descent
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").glob("*.md")])
-MODULES = sorted(m.name for m in pkgutil.walk_packages(krylov_descent.__path__, "krylov_descent."))
+MODULES = sorted(
+    m.name
+    for package in (krylov_descent, experiments)
+    for m in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
+    if not m.name.endswith("__main__")
+)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
@@ -53,7 +59,7 @@ def test_everything_public_has_an_example() -> None:
 
 def test_paper_map_names_what_exists() -> None:
     text = (ROOT / "docs" / "paper-map.md").read_text()
-    files = set(re.findall(r"`((?:curvature/)?\w+\.py)`", text))
+    files = set(re.findall(r"`((?:\w+/)?\w+\.py)`", text))
     assert files
     source = ""
     for file in files:

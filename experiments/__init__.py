@@ -1,0 +1,1 @@
+"""The paper's experiments: problems, rivals, runs and figures. Not part of the installed package."""

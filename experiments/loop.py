@@ -1,0 +1,288 @@
+"""The loop that drives every method: advances, evaluates, writes JSONL, checkpoints, and continues where it was cut.
+
+A run is one file of JSON lines: a header, then a point whenever an evaluation is due, then an end. The clock and the
+cost counter run inside ``advance`` alone: evaluations and files are on the house.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+import math
+import os
+import platform
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from experiments.budget import CLOCKS, Budget, Clock
+from experiments.methods import KINDS, Method
+from experiments.problems import Problem
+
+#: Points are evaluated on the first training samples, at most this many: passes over all would double the cost.
+EVALUATED = 10_000
+
+
+@dataclasses.dataclass(frozen=True)
+class RunConfig:
+    """What a run is, apart from its problem.
+
+    Attributes:
+        method: a name of ``KINDS``.
+        settings: of that method.
+        budget: where it ends.
+        seed: of initial weights, sample sets and mini-batches.
+        clock: whose seconds count.
+        label: of the run in files and tables.
+        patience: evaluations without a better held-out error after which it ends; None for never.
+    """
+
+    method: str
+    settings: Any
+    budget: Budget
+    seed: int = 0
+    clock: Clock = "wall"
+    label: str = ""
+    patience: int | None = None
+
+
+@dataclasses.dataclass
+class _Progress:
+    """Where a run is; all of it goes into a checkpoint."""
+
+    step: int = 0
+    seconds: float = 0.0
+    sample_gradients: float = 0.0
+    due: float = 0.0
+    best: float = math.inf
+    since_best: int = 0
+    bytes: int = 0
+
+
+Watch = Callable[[dict[str, Any], float], None]
+"""Called with every point and with the share of the budget that is spent."""
+
+
+def run(problem: Problem, config: RunConfig, results: Path, watch: Watch | None = None) -> Path:
+    """Run, or continue, until the budget is spent; returns the file of the run.
+
+    Raises:
+        ValueError: the file there belongs to a run of other settings.
+    """
+    label = config.label or config.method
+    path = results / problem.name / f"{label}-seed{config.seed}.jsonl"
+    checkpoint = path.with_suffix(".pt")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    model = problem.make_model(config.seed)
+    method = KINDS[config.method].make(problem, model, config.seed, config.settings)
+    header = _header(problem, config, label, model)
+    if path.exists():
+        _require_same(path, header, scheduled=KINDS[config.method].scheduled)
+        if finished(path, config.budget):
+            return path
+    progress = _restore(checkpoint, model, method) if path.exists() and checkpoint.exists() else _Progress()
+    with _lines(path, progress) as write:
+        if progress.bytes == 0:
+            write(header)
+        _Run(problem, config, model, method, progress, write, checkpoint, watch or (lambda _, __: None)).go()
+    return path
+
+
+def finished(path: Path, budget: Budget) -> bool:
+    """Whether a file holds a run that came to its end, of this budget or a longer one."""
+    if not path.exists():
+        return False
+    lines = path.read_text().splitlines()
+    if not lines or '"end"' not in lines[-1]:
+        return False
+    header, end = json.loads(lines[0]), json.loads(lines[-1])
+    theirs = Budget.parse(header["budget"])
+    return end["reason"] != "budget" or (theirs.unit == budget.unit and theirs.amount >= budget.amount)
+
+
+class _Run:
+    def __init__(
+        self,
+        problem: Problem,
+        config: RunConfig,
+        model: nn.Module,
+        method: Method,
+        progress: _Progress,
+        write: Callable[[dict[str, Any]], None],
+        checkpoint: Path,
+        watch: Watch,
+    ) -> None:
+        self._problem, self._config, self._model, self._method = problem, config, model, method
+        self._progress, self._write, self._checkpoint, self._watch = progress, write, checkpoint, watch
+
+    def go(self) -> None:
+        """Until an end; the first point is that of the initial weights."""
+        reason = None if self._progress.step else self._evaluate(None)
+        clock, amount = CLOCKS[self._config.clock], self._config.budget.amount
+        if self._spent() >= amount:
+            reason = "budget"
+        while reason is None:
+            began = clock()
+            advance = self._method.advance(self._spent() / amount)
+            self._progress.seconds += clock() - began
+            self._progress.sample_gradients += advance.sample_gradients
+            self._progress.step += 1
+            over = self._spent() >= amount
+            if over or advance.stuck or self._spent() >= self._progress.due:
+                reason = self._evaluate(advance.report)
+            if reason is None and (over or advance.stuck):
+                reason = "budget" if over else "finished"
+        self._write({"kind": "end", "reason": reason})
+
+    def _spent(self) -> float:
+        return self._config.budget.spent(self._progress.seconds, self._gradients())
+
+    def _gradients(self) -> float:
+        return self._progress.sample_gradients / len(self._problem.train[0])
+
+    def _evaluate(self, report: Any) -> str | None:
+        """Write a point and a checkpoint; returns why the run should end, if it should."""
+        progress, amount = self._progress, self._config.budget.amount
+        loss, error = evaluate(self._problem, self._model, tuple(x[:EVALUATED] for x in self._problem.train))
+        held_out_loss, held_out_error = evaluate(self._problem, self._model, self._problem.held_out)
+        point = {
+            "kind": "point",
+            "step": progress.step,
+            "seconds": progress.seconds,
+            "sample_gradients": progress.sample_gradients,
+            "gradients": self._gradients(),
+            "loss": loss,
+            "error": error,
+            "held_out_loss": held_out_loss,
+            "held_out_error": held_out_error,
+            "report": None if report is None else report.as_dict(),
+        }
+        self._write(point)
+        improved = held_out_error < progress.best
+        progress.best = min(held_out_error, progress.best)
+        progress.since_best = 0 if improved else progress.since_best + 1
+        spent = self._spent()
+        # Close together at first, when most happens, and never farther apart than a twenty-fifth of the budget.
+        progress.due = spent + min(max(0.1 * spent, 0.01 * amount), 0.04 * amount)
+        self._save()
+        self._watch(point, min(spent / amount, 1.0))
+        if not math.isfinite(loss):
+            return "diverged"
+        if self._config.patience is not None and progress.since_best >= self._config.patience:
+            return "early stop"
+        return None
+
+    def _save(self) -> None:
+        """Whole or not at all: a run cut off here continues from the checkpoint before."""
+        state = {
+            "model": self._model.state_dict(),
+            "method": self._method.state_dict(),
+            "progress": dataclasses.asdict(self._progress),
+        }
+        unfinished = self._checkpoint.with_suffix(".pt.tmp")
+        torch.save(state, unfinished)
+        os.replace(unfinished, self._checkpoint)
+
+
+@torch.no_grad()
+def evaluate(problem: Problem, model: nn.Module, data: tuple[Tensor, ...]) -> tuple[float, float]:
+    """Mean loss, weight decay included, and mean error."""
+    loss = error = 0.0
+    n = len(data[0])
+    for start in range(0, n, problem.batch_size):
+        batch = tuple(x[start : start + problem.batch_size] for x in data)
+        outputs = model(batch[0])
+        loss += float(problem.loss(outputs, batch[-1])) * len(batch[0]) / n
+        error += float(problem.error(outputs, batch[-1]).double().sum()) / n
+    squares = sum(float(p.double().square().sum()) for p in model.parameters())
+    return loss + 0.5 * problem.weight_decay * squares, error
+
+
+def _header(problem: Problem, config: RunConfig, label: str, model: nn.Module) -> dict[str, Any]:
+    return {
+        "kind": "run",
+        "problem": problem.name,
+        "method": config.method,
+        "label": label,
+        "settings": dataclasses.asdict(config.settings),
+        "seed": config.seed,
+        "budget": str(config.budget),
+        "clock": config.clock,
+        "threads": torch.get_num_threads(),
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "samples": len(problem.train[0]),
+        "evaluated_samples": min(EVALUATED, len(problem.train[0])),
+        "held_out_samples": len(problem.held_out[0]),
+        "error_name": problem.error_name,
+        "weight_decay": problem.weight_decay,
+        "started": datetime.date.today().isoformat(),
+        "machine": machine(),
+    }
+
+
+def machine() -> dict[str, Any]:
+    """The facts that timings depend on."""
+    model = platform.processor() or platform.machine()
+    information = Path("/proc/cpuinfo")
+    if information.exists():
+        names = [line.partition(":")[2] for line in information.read_text().splitlines() if "model name" in line]
+        model = names[0].strip() if names else model
+    return {
+        "cpu": model,
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+
+
+def _require_same(path: Path, header: dict[str, Any], *, scheduled: bool) -> None:
+    """A file may be continued by the same run only; a longer budget is no other run, unless a schedule follows it."""
+    with path.open() as lines:
+        first = lines.readline()
+    found = json.loads(first) if first.endswith("\n") else {}
+    free = {"started", "machine"} | (set() if scheduled else {"budget"})
+    different = [key for key in header if key not in free and found and found.get(key) != header[key]]
+    if different:
+        raise ValueError(
+            f"{path} holds a run with other {', '.join(different)}: "
+            + "; ".join(f"{key} {found.get(key)!r}, now {header[key]!r}" for key in different)
+            + ". Give this one another --label or --results, or delete that file."
+        )
+
+
+def _restore(checkpoint: Path, model: nn.Module, method: Method) -> _Progress:
+    state = torch.load(checkpoint, weights_only=True)
+    model.load_state_dict(state["model"])
+    method.load_state_dict(state["method"])
+    return _Progress(**state["progress"])
+
+
+@contextmanager
+def _lines(path: Path, progress: _Progress) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """Opens the file where the checkpoint left it: what was written after it will be written again."""
+    with path.open("r+b" if path.exists() else "w+b") as file:
+        file.truncate(progress.bytes)
+        file.seek(progress.bytes)
+
+        def write(line: dict[str, Any]) -> None:
+            file.write(json.dumps(_plain(line), allow_nan=False, separators=(",", ":")).encode() + b"\n")
+            file.flush()
+            progress.bytes = file.tell()
+
+        yield write
+
+
+def _plain(value: Any) -> Any:
+    """Numbers to six digits, and none that JSON does not have."""
+    if isinstance(value, float):
+        return float(f"{value:.6g}") if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _plain(x) for key, x in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(x) for x in value]
+    return value

@@ -1,0 +1,90 @@
+"""What the study runs: budgets, seeds and methods of every row, and the grids that methods are tuned over."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+#: The settings that tuning chose, problem → method → settings; ``tune`` writes it and ``run`` reads it.
+TUNED = Path(__file__).with_name("tuned.json")
+
+MAIN = ("ksd", "hf", "lbfgs", "sgd", "adam")
+HESSIANS = ("ksd-hessian", "hf-hessian")
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A row of the study.
+
+    Attributes:
+        minutes: of each run, on one thread.
+        seeds: how many.
+        extra: methods beside the main ones, with the first seed only.
+        trial: seconds of each trial of a grid.
+        trial_samples: training samples of a trial; None for all. Where a second-order step over all takes half a
+            minute, trials on all of them would be over before they tell anything.
+        hf_fraction: share of the samples that HF's curvature sees: Martens' 5,000 of CURVES and 7,500 of MNIST; half
+            of a data set too small for less.
+        tuned_as: the row whose tuned settings serve this one.
+    """
+
+    minutes: float
+    seeds: int
+    extra: Sequence[str] = ()
+    trial: float = 60.0
+    trial_samples: int | None = None
+    hf_fraction: float = 0.125
+    tuned_as: str | None = None
+
+
+#: In the order of importance.
+ROWS: Mapping[str, Row] = {
+    "curves": Row(5, 3, (*HESSIANS, "cg", "ksd-paper"), trial=60, hf_fraction=0.25),
+    "mnist-class": Row(10, 1, trial=45, trial_samples=10_000),
+    "mnist-ae": Row(20, 1, trial=60, trial_samples=10_000),
+    "starcraft": Row(1, 3, trial=10, hf_fraction=0.5),
+    "spoken-digits": Row(15, 1, HESSIANS, trial=45, trial_samples=10_000),
+    "curves5": Row(5, 1, hf_fraction=0.25, tuned_as="curves"),
+    "adding-50": Row(2, 3, trial=24, hf_fraction=0.25),
+    "order-50": Row(2, 3, trial=24, hf_fraction=0.25),
+    "adding-100": Row(2, 3, hf_fraction=0.25, tuned_as="adding-50"),
+    "order-100": Row(2, 3, hf_fraction=0.25, tuned_as="order-50"),
+    "mnist-pretrained": Row(10, 1, tuned_as="mnist-class"),
+}
+
+
+def grid(problem: str, method: str) -> list[dict[str, Any]]:
+    """The settings that a method is tried with; L-BFGS and CG have nothing to tune."""
+    full = problem == "curves"
+    if method == "ksd":
+        return _product(krylov_dim=(20, 40, 80) if full else (20, 40), floor=(1e-2, 1e-4))
+    if method == "hf":
+        return _product(damping=(0.1, 1.0, 10.0, 45.0), fraction=(ROWS[problem].hf_fraction,))
+    if method == "adam":
+        return _product(lr=(3e-4, 1e-3, 3e-3), batch=(50, 200) if full else (200,))
+    if method == "sgd":  # a sum over pixels has a steeper slope than a mean over classes
+        rates = (3e-3, 1e-2, 3e-2) if problem in ("curves", "mnist-ae") else (0.03, 0.1, 0.3)
+        return _product(lr=rates, momentum=(0.9, 0.99) if full else (0.9,))
+    return []
+
+
+def settings(problem: str, method: str) -> dict[str, Any]:
+    """What tuning chose for a method on a problem; what was chosen for the Gauss–Newton form serves the others too."""
+    row = ROWS.get(problem)
+    known = json.loads(TUNED.read_text()) if TUNED.exists() else {}
+    chosen = known.get((row.tuned_as if row else None) or problem, {})
+    base = method.partition("-")[0]
+    found = dict(chosen.get(base, {}))
+    if base == "hf" and row is not None:
+        found["fraction"] = row.hf_fraction
+    if method == "ksd-paper":
+        found.pop("floor", None)
+    return found
+
+
+def _product(**values: Sequence[Any]) -> list[dict[str, Any]]:
+    return [dict(zip(values, chosen, strict=True)) for chosen in itertools.product(*values.values())]

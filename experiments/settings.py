@@ -1,0 +1,83 @@
+"""The settings of each method: few, with the defaults that tuning starts from."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Literal
+
+
+@dataclasses.dataclass(frozen=True)
+class KSDSettings:
+    """``fraction`` is the share of the samples in B and in C, 1/K unless given; ``paper`` takes the paper's floors."""
+
+    krylov_dim: int = 20
+    floor: float = 1e-2
+    curvature: Literal["ggn", "hessian"] = "ggn"
+    fraction: float | None = None
+    paper: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class HessianFreeSettings:
+    """``damping`` is λ₀; ``fraction`` the share of the samples that curvature products see."""
+
+    damping: float = 45.0
+    curvature: Literal["ggn", "hessian"] = "ggn"
+    fraction: float = 0.25
+
+
+@dataclasses.dataclass(frozen=True)
+class CGSettings:
+    """Nonlinear conjugate gradients have nothing to set."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LBFGSSettings:
+    """``history`` of 10, as in the paper."""
+
+    history: int = 10
+
+
+@dataclasses.dataclass(frozen=True)
+class SGDSettings:
+    """Nesterov momentum; the learning rate falls to zero over the budget along a cosine."""
+
+    lr: float = 0.01
+    momentum: float = 0.9
+    batch: int = 200
+
+
+@dataclasses.dataclass(frozen=True)
+class AdamSettings:
+    """The learning rate falls to zero over the budget along a cosine."""
+
+    lr: float = 1e-3
+    batch: int = 200
+
+
+def changed(name: str, settings: Any, changes: Mapping[str, Any]) -> Any:
+    """Settings with some changed; strings are read as the type of the field.
+
+    Raises:
+        ValueError: no such setting, or a value that cannot be read.
+    """
+    fields = {field.name: getattr(settings, field.name) for field in dataclasses.fields(settings)}
+    read = {}
+    for key, value in changes.items():
+        key = key.replace("-", "_")
+        if key not in fields:
+            raise ValueError(f"{name} has no setting {key!r}; it has {', '.join(fields) or 'none'}.")
+        read[key] = _read(name, key, value, fields[key]) if isinstance(value, str) else value
+    return dataclasses.replace(settings, **read)
+
+
+def _read(name: str, key: str, text: str, default: Any) -> Any:
+    if isinstance(default, str):
+        return text
+    if text.lower() in ("true", "false", "none"):
+        return {"true": True, "false": False, "none": None}[text.lower()]
+    try:
+        return int(text) if isinstance(default, int) and not isinstance(default, bool) else float(text)
+    except ValueError:
+        raise ValueError(f"{name}: {key}={text!r} is not a number.") from None

@@ -1,0 +1,310 @@
+"""The loop, its methods and the command line, on small slices."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from experiments.__main__ import main
+from experiments.budget import Budget
+from experiments.loop import RunConfig, evaluate, run
+from experiments.losses import class_entropy, misclassified
+from experiments.methods import KINDS, settings_of
+from experiments.problems import Problem
+from torch import nn
+
+ROOT = Path(__file__).parent.parent
+
+
+def small_problem(n: int = 240, weight_decay: float = 1e-3) -> Problem:
+    """Two classes in the plane, told apart by a circle."""
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(n + 60, 2, generator=generator)
+    y = (x.square().sum(1) > 1.4).long()
+
+    def make_model(seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 2))
+
+    return Problem(
+        name="circle",
+        train=(x[:n], y[:n]),
+        held_out=(x[n:], y[n:]),
+        make_model=make_model,
+        loss=class_entropy,
+        error=misclassified,
+        error_name="classification error, %",
+        batch_size=100,
+        weight_decay=weight_decay,
+    )
+
+
+def config(method: str, budget: str = "30g", **changes: Any) -> RunConfig:
+    defaults: dict[str, Any] = {"sgd": {"lr": 0.1, "batch": 20}, "adam": {"lr": 0.01, "batch": 20}}.get(method, {})
+    if method.startswith("hf"):
+        defaults = {"damping": 0.03, "fraction": 0.5}
+    if method.startswith("ksd"):
+        defaults = {"fraction": 0.25}  # a twentieth of 240 samples would be 12
+    return RunConfig(method, settings_of(method, {**defaults, **changes}), Budget.parse(budget))
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def without_times(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    for line in lines:
+        line.pop("seconds", None)
+        if line.get("report"):
+            line["report"].pop("seconds")
+    return lines
+
+
+@pytest.mark.parametrize("method", KINDS)
+def test_every_method_lowers_the_loss_and_counts_its_cost(method: str, tmp_path: Path) -> None:
+    lines = lines_of(run(small_problem(), config(method, "60g"), tmp_path))
+    header, *points, end = lines
+    assert header["kind"] == "run"
+    assert header["method"] == method
+    assert end == {"kind": "end", "reason": "budget"}
+    assert points[0]["step"] == 0
+    assert points[-1]["gradients"] >= 60
+    assert points[-1]["sample_gradients"] == pytest.approx(240 * points[-1]["gradients"], rel=1e-4)
+    assert points[-1]["loss"] < 0.75 * points[0]["loss"]
+    assert points[-1]["held_out_error"] < points[0]["held_out_error"]
+    costs = [point["sample_gradients"] for point in points]
+    assert costs == sorted(costs)
+    if points[-1]["report"] is not None:
+        assert points[-1]["report"]["sample_gradients"] > 0
+
+
+def test_one_mini_batch_costs_its_samples(tmp_path: Path) -> None:
+    lines = lines_of(run(small_problem(), config("adam", "1g"), tmp_path))
+    assert lines[-2]["step"] == 12  # 240 / 20
+    assert lines[-2]["sample_gradients"] == 240
+
+
+def test_the_same_objective_for_all(tmp_path: Path) -> None:
+    """L-BFGS and KSD report the loss that the loop evaluates, weight decay included."""
+    problem = small_problem()
+    lines = lines_of(run(problem, config("ksd", "20g"), tmp_path))
+    points = [line for line in lines if line["kind"] == "point"]
+    steps = {point["step"]: point for point in points}
+    compared = 0
+    for step, point in steps.items():
+        if step + 1 in steps and steps[step + 1]["report"]["accepted"]:
+            assert steps[step + 1]["report"]["loss"] == pytest.approx(point["loss"], rel=1e-5)
+            compared += 1
+    assert compared > 0
+
+
+@pytest.mark.parametrize("method", KINDS)
+def test_a_run_cut_off_continues_bit_for_bit(method: str, tmp_path: Path) -> None:
+    problem = small_problem()
+    whole = run(problem, config(method, "80g"), tmp_path / "whole")
+    expected = without_times(lines_of(whole))
+
+    class CutError(Exception):
+        pass
+
+    seen = 0
+
+    def cut(point: dict[str, Any], share: float) -> None:
+        nonlocal seen
+        seen += 1
+        if seen == 3:
+            raise CutError
+
+    with pytest.raises(CutError):
+        run(problem, config(method, "80g"), tmp_path / "cut", cut)
+    path = tmp_path / "cut" / "circle" / whole.name
+    with path.open("a") as file:  # what was written after the checkpoint is written again
+        file.write('{"kind":"point","half a li')
+    run(problem, config(method, "80g"), tmp_path / "cut")
+    assert without_times(lines_of(path)) == expected
+    model = torch.load(path.with_suffix(".pt"), weights_only=True)["model"]
+    for name, tensor in torch.load(whole.with_suffix(".pt"), weights_only=True)["model"].items():
+        assert torch.equal(tensor, model[name])
+
+
+def test_a_finished_run_is_left_alone_and_a_longer_budget_continues(tmp_path: Path) -> None:
+    problem = small_problem()
+    path = run(problem, config("ksd", "15g"), tmp_path)
+    before = path.read_bytes()
+    assert run(problem, config("ksd", "15g"), tmp_path).read_bytes() == before
+    longer = lines_of(run(problem, config("ksd", "30g"), tmp_path))
+    assert longer[-2]["gradients"] >= 30
+    assert len(longer) > len(before.splitlines())
+
+
+def test_other_settings_do_not_continue_a_run(tmp_path: Path) -> None:
+    problem = small_problem()
+    run(problem, config("ksd", "15g"), tmp_path)
+    with pytest.raises(ValueError, match=r"other settings: .*krylov_dim.*--label"):
+        run(problem, config("ksd", "15g", krylov_dim=5), tmp_path)
+    run(problem, config("adam", "15g"), tmp_path)
+    with pytest.raises(ValueError, match="other budget"):  # its schedule follows the budget
+        run(problem, config("adam", "30g"), tmp_path)
+
+
+def test_early_stop_and_divergence(tmp_path: Path) -> None:
+    problem = small_problem()
+    patient = RunConfig("adam", settings_of("adam", {"lr": 1e-9}), Budget.parse("50g"), patience=3)
+    assert lines_of(run(problem, patient, tmp_path))[-1]["reason"] == "early stop"
+    wild = RunConfig("sgd", settings_of("sgd", {"lr": 1e30, "batch": 20}), Budget.parse("50g"))
+    lines = lines_of(run(problem, wild, tmp_path))
+    assert lines[-1]["reason"] == "diverged"
+    assert lines[-2]["loss"] is None
+
+
+def test_a_stuck_lbfgs_ends(tmp_path: Path) -> None:
+    problem = small_problem(weight_decay=0.1)
+    lines = lines_of(run(problem, config("lbfgs", "5000g"), tmp_path))
+    assert lines[-1]["reason"] == "finished"
+    assert lines[-2]["gradients"] < 5000
+
+
+def test_evaluation_is_that_of_the_whole_set() -> None:
+    problem = small_problem(weight_decay=0.5)
+    model = problem.make_model(0)
+    loss, error = evaluate(problem, model, problem.train)
+    with torch.no_grad():
+        outputs = model(problem.train[0])
+    decay = 0.25 * sum(float(p.detach().square().sum()) for p in model.parameters())
+    assert loss == pytest.approx(float(problem.loss(outputs, problem.train[1])) + decay, rel=1e-5)
+    assert error == pytest.approx(100 * float((outputs.argmax(1) != problem.train[1]).float().mean()), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("text", "amount", "unit"),
+    [("60s", 60, "seconds"), ("2m", 120, "seconds"), ("1h", 3600, "seconds"), ("7g", 7, "gradients")],
+)
+def test_budgets(text: str, amount: float, unit: str) -> None:
+    assert Budget.parse(text) == Budget(amount, unit)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("text", ["", "60", "-3s", "0s", "5 parsecs"])
+def test_budgets_that_are_none(text: str) -> None:
+    with pytest.raises(ValueError, match="not understood"):
+        Budget.parse(text)
+
+
+def test_settings_that_are_none() -> None:
+    with pytest.raises(ValueError, match="no optimizer 'adamw'"):
+        settings_of("adamw", {})
+    with pytest.raises(ValueError, match="no setting 'learning_rate'; it has lr, batch"):
+        settings_of("adam", {"learning_rate": "1"})
+    with pytest.raises(ValueError, match="not a number"):
+        settings_of("adam", {"lr": "fast"})
+    assert settings_of("ksd", {"krylov-dim": "7", "floor": "1e-3", "curvature": "hessian"}).krylov_dim == 7
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "experiments", *arguments]
+
+
+def test_the_command_line_shows_progress_is_interrupted_and_continues(tmp_path: Path) -> None:
+    """As a user would: Ctrl-C in the middle, then the same command."""
+    arguments = [
+        "run",
+        "curves",
+        "--optimizer",
+        "ksd",
+        "--budget",
+        "4s",
+        "--samples",
+        "300",
+        "--results",
+        str(tmp_path),
+    ]
+    arguments += ["--threads", "1", "--set", "krylov_dim=5"]
+    path = tmp_path / "curves" / "ksd-seed0.jsonl"
+    process = subprocess.Popen(command(*arguments), cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and (not path.exists() or len(path.read_text().splitlines()) < 4):
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode != 0
+    assert "the same command continues" in errors
+    assert "curves, ksd, seed 0" in errors  # the bar
+    lines = path.read_text().splitlines()
+    assert '"end"' not in lines[-1]
+    done = subprocess.run(command(*arguments), cwd=ROOT, capture_output=True, text=True, timeout=120, check=True)
+    assert "loss" in done.stderr
+    assert '"end"' in path.read_text().splitlines()[-1]
+    assert path.read_text().splitlines()[: len(lines) - 1] == lines[:-1]
+
+
+def test_mistakes_end_with_a_sentence(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="not understood"):
+        main(["run", "curves", "--budget", "soon", "--results", str(tmp_path)])
+    with pytest.raises(SystemExit, match="curves5"):
+        main(["run", "curvs", "--results", str(tmp_path)])
+    with pytest.raises(SystemExit, match="no problem 'curvs'"):
+        main(["study", "curvs", "--results", str(tmp_path)])
+    with pytest.raises(SystemExit, match="key=value"):
+        main(["run", "curves", "--set", "floor", "--results", str(tmp_path)])
+
+
+def test_tensorboard(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("tensorboard")
+    options = ["--samples", "100", "--budget", "3g", "--optimizer", "adam", "--set", "batch=50", "--quiet"]
+    main(["run", "curves", *options, "--results", str(tmp_path), "--tensorboard", str(tmp_path / "board")])
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path / "board"))
+    events.Reload()
+    points = [line for line in lines_of(tmp_path / "curves" / "adam-seed0.jsonl") if line["kind"] == "point"]
+    assert [event.step for event in events.Scalars("loss")] == [point["step"] for point in points]
+    assert events.Scalars("loss")[-1].value == pytest.approx(points[-1]["loss"], rel=1e-4)
+
+
+def test_tune_study_table_and_figure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The whole chain on a row that needs no data files, cut down to seconds."""
+    from experiments import plan, study
+
+    row = plan.Row(minutes=1 / 60, seeds=1, trial=0.2)
+    monkeypatch.setattr(plan, "ROWS", {"order-50": row})
+    monkeypatch.setattr(plan, "MAIN", ("ksd", "hf", "adam"))
+    monkeypatch.setattr(plan, "TUNED", tmp_path / "tuned.json")
+    monkeypatch.setattr(plan, "grid", lambda problem, method: [{"lr": 1e-3}, {"lr": 1e-4}] if method == "adam" else [])
+    monkeypatch.chdir(ROOT)
+    study.tune(["order-50"], study.Where(None, tmp_path / "tuning", samples=100))
+    chosen = json.loads((tmp_path / "tuned.json").read_text())["order-50"]["adam"]
+    trials = lines_of(tmp_path / "tuning" / "tuning-order-50.jsonl")
+    assert chosen == min(trials, key=lambda trial: trial["loss"])["settings"]
+    study.study(["order-50"], study.Where(None, tmp_path, samples=100))
+    assert {path.name for path in (tmp_path / "order-50").glob("*.jsonl")} == {
+        "ksd-seed0.jsonl",
+        "hf-seed0.jsonl",
+        "adam-seed0.jsonl",
+    }
+    assert all('"end"' in path.read_text().splitlines()[-1] for path in (tmp_path / "order-50").glob("*.jsonl"))
+    main(["table", "--results", str(tmp_path)])
+    assert "order-50" in capsys.readouterr().out
+    pytest.importorskip("matplotlib")
+    main(["figure", "convergence", "order-50", "--results", str(tmp_path), "--out", str(tmp_path / "figures")])
+    assert (tmp_path / "figures" / "convergence-order-50.svg").exists()
+
+
+def test_a_failed_run_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from experiments import plan, study
+
+    monkeypatch.setattr(plan, "ROWS", {"starcraft": plan.Row(minutes=1 / 60, seeds=1)})
+    monkeypatch.setattr(plan, "MAIN", ("ksd",))
+    monkeypatch.setenv("KRYLOV_DESCENT_DATA", str(tmp_path / "nowhere"))
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(SystemExit, match=r"starcraft ksd seed 0: .*nowhere"):
+        study.study(["starcraft"], study.Where(None, tmp_path, jobs=1))
+    assert os.listdir(tmp_path) == []
