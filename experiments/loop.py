@@ -8,12 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import json
 import math
 import os
-import platform
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from experiments.budget import CLOCKS, Budget, Clock
+from experiments.files import finished, machine, opened, require_same
 from experiments.methods import KINDS, Method
 from experiments.problems import Problem
 
@@ -61,7 +59,7 @@ class _Progress:
     due: float = 0.0
     best: float = math.inf
     since_best: int = 0
-    bytes: int = 0
+    lines: int = 1  # of the file, the header among them
 
 
 Watch = Callable[[dict[str, Any], float], None]
@@ -82,27 +80,15 @@ def run(problem: Problem, config: RunConfig, results: Path, watch: Watch | None 
     method = KINDS[config.method].make(problem, model, config.seed, config.settings)
     header = _header(problem, config, label, model)
     if path.exists():
-        _require_same(path, header, scheduled=KINDS[config.method].scheduled)
+        header["started"] = require_same(path, header, scheduled=KINDS[config.method].scheduled)
         if finished(path, config.budget):
             return path
-    progress = _restore(checkpoint, model, method) if path.exists() and checkpoint.exists() else _Progress()
-    with _lines(path, progress) as write:
-        if progress.bytes == 0:
-            write(header)
+    else:
+        checkpoint.unlink(missing_ok=True)  # of a run whose file was deleted
+    progress = _restore(checkpoint, model, method) if checkpoint.exists() else _Progress()
+    with opened(path, header, progress.lines) as write:
         _Run(problem, config, model, method, progress, write, checkpoint, watch or (lambda _, __: None)).go()
     return path
-
-
-def finished(path: Path, budget: Budget) -> bool:
-    """Whether a file holds a run that came to its end, of this budget or a longer one."""
-    if not path.exists():
-        return False
-    lines = path.read_text().splitlines()
-    if not lines or '"end"' not in lines[-1]:
-        return False
-    header, end = json.loads(lines[0]), json.loads(lines[-1])
-    theirs = Budget.parse(header["budget"])
-    return end["reason"] != "budget" or (theirs.unit == budget.unit and theirs.amount >= budget.amount)
 
 
 class _Run:
@@ -163,6 +149,7 @@ class _Run:
             "report": None if report is None else report.as_dict(),
         }
         self._write(point)
+        progress.lines += 1
         improved = held_out_error < progress.best
         progress.best = min(held_out_error, progress.best)
         progress.since_best = 0 if improved else progress.since_best + 1
@@ -225,64 +212,8 @@ def _header(problem: Problem, config: RunConfig, label: str, model: nn.Module) -
     }
 
 
-def machine() -> dict[str, Any]:
-    """The facts that timings depend on."""
-    model = platform.processor() or platform.machine()
-    information = Path("/proc/cpuinfo")
-    if information.exists():
-        names = [line.partition(":")[2] for line in information.read_text().splitlines() if "model name" in line]
-        model = names[0].strip() if names else model
-    return {
-        "cpu": model,
-        "cores": os.cpu_count(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-    }
-
-
-def _require_same(path: Path, header: dict[str, Any], *, scheduled: bool) -> None:
-    """A file may be continued by the same run only; a longer budget is no other run, unless a schedule follows it."""
-    with path.open() as lines:
-        first = lines.readline()
-    found = json.loads(first) if first.endswith("\n") else {}
-    free = {"started", "machine"} | (set() if scheduled else {"budget"})
-    different = [key for key in header if key not in free and found and found.get(key) != header[key]]
-    if different:
-        raise ValueError(
-            f"{path} holds a run with other {', '.join(different)}: "
-            + "; ".join(f"{key} {found.get(key)!r}, now {header[key]!r}" for key in different)
-            + ". Give this one another --label or --results, or delete that file."
-        )
-
-
 def _restore(checkpoint: Path, model: nn.Module, method: Method) -> _Progress:
     state = torch.load(checkpoint, weights_only=True)
     model.load_state_dict(state["model"])
     method.load_state_dict(state["method"])
     return _Progress(**state["progress"])
-
-
-@contextmanager
-def _lines(path: Path, progress: _Progress) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """Opens the file where the checkpoint left it: what was written after it will be written again."""
-    with path.open("r+b" if path.exists() else "w+b") as file:
-        file.truncate(progress.bytes)
-        file.seek(progress.bytes)
-
-        def write(line: dict[str, Any]) -> None:
-            file.write(json.dumps(_plain(line), allow_nan=False, separators=(",", ":")).encode() + b"\n")
-            file.flush()
-            progress.bytes = file.tell()
-
-        yield write
-
-
-def _plain(value: Any) -> Any:
-    """Numbers to six digits, and none that JSON does not have."""
-    if isinstance(value, float):
-        return float(f"{value:.6g}") if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: _plain(x) for key, x in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(x) for x in value]
-    return value

@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from experiments import plan
 from experiments.budget import Budget
-from experiments.loop import finished
+from experiments.files import finished
 
 #: glibc keeps what it has instead of returning large blocks to the system at every pass: the page faults cost every
 #: method about a fifth on the larger layers (docs/performance.md).
@@ -30,7 +30,8 @@ def trials(problem: str, results: Path, methods: Sequence[str]) -> dict[str, lis
     for method in methods:
         for settings in plan.grid(problem, method):
             path = results / problem / f"{_label(method, settings)}-seed0.jsonl"
-            found.setdefault(method, []).append({"settings": settings, "loss": _lowest(path)})
+            lowest = _lowest(path, plan.trial(problem, method))
+            found.setdefault(method, []).append({"settings": settings, "loss": lowest})
     return found
 
 
@@ -73,7 +74,7 @@ def choose(problem: str, results: Path) -> None:
             {
                 "problem": problem,
                 "method": method,
-                "budget": f"{plan.ROWS[problem].trial:g}s",
+                "budget": f"{plan.trial(problem, method):g}s",
                 "samples": plan.ROWS[problem].trial_samples,
                 "settings": trial["settings"],
                 "loss": trial["loss"] if math.isfinite(trial["loss"]) else None,
@@ -100,19 +101,22 @@ def study(problems: Sequence[str], where: Where, methods: Sequence[str] = (), se
 def _trial(problem: str, method: str, where: Where, settings: Mapping[str, Any]) -> Task | None:
     row = plan.ROWS[problem]
     where = dataclasses.replace(where, samples=where.samples or row.trial_samples)
-    return _task(problem, method, 0, f"{row.trial:g}s", where, settings)
+    return _task(problem, method, 0, f"{plan.trial(problem, method):g}s", where, settings)
 
 
 def _label(method: str, settings: Mapping[str, Any]) -> str:
     return "-".join([method, *(f"{key}={value:g}" for key, value in settings.items())])
 
 
-def _lowest(path: Path) -> float:
-    """The lowest training loss in a run; infinite if it diverged or does not exist."""
+def _lowest(path: Path, seconds: float) -> float:
+    """The lowest training loss of a trial; infinite if it diverged or does not exist.
+
+    A trial may have gone on for longer, and its last step may end a little after the others'.
+    """
     if not path.exists():
         return math.inf
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    losses = [line["loss"] for line in lines if line["kind"] == "point"]
+    losses = [line["loss"] for line in lines if line["kind"] == "point" and line["seconds"] <= 1.2 * seconds]
     return math.inf if not losses or None in losses else float(min(losses))
 
 

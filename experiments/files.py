@@ -1,0 +1,96 @@
+"""The file of a run: JSON lines, a header first; opened anew, it goes on after the line that a checkpoint remembers."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from experiments.budget import Budget
+
+
+def finished(path: Path, budget: Budget) -> bool:
+    """Whether a file holds a run that came to its end, of this budget or a longer one."""
+    if not path.exists():
+        return False
+    lines = path.read_text().splitlines()
+    if not lines or '"end"' not in lines[-1]:
+        return False
+    point, end = json.loads(lines[-2]), json.loads(lines[-1])
+    return end["reason"] != "budget" or budget.spent(point["seconds"], point["gradients"]) >= budget.amount
+
+
+def require_same(path: Path, header: dict[str, Any], *, scheduled: bool) -> str:
+    """A file may be continued by the same run only; a longer budget is no other run, unless a schedule follows it.
+
+    Returns:
+        The day on which it was started.
+    """
+    with path.open() as lines:
+        first = lines.readline()
+    found = json.loads(first) if first.endswith("\n") else {}
+    free = {"started", "machine"} | (set() if scheduled else {"budget"})
+    different = [key for key in header if key not in free and found and found.get(key) != header[key]]
+    if different:
+        raise ValueError(
+            f"{path} holds a run with other {', '.join(different)}: "
+            + "; ".join(f"{key} {found.get(key)!r}, now {header[key]!r}" for key in different)
+            + ". Give this one another --label or --results, or delete that file."
+        )
+    return str(found.get("started", header["started"]))
+
+
+@contextmanager
+def opened(path: Path, header: dict[str, Any], lines: int) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """Open a file after its first ``lines`` lines, the header among them; what follows will be written again.
+
+    The header is written anew, as the budget may be longer now.
+    """
+    kept = path.read_bytes().splitlines(keepends=True)[1:lines] if path.exists() else []
+    unfinished = path.with_suffix(".jsonl.tmp")
+    unfinished.write_bytes(b"".join([_encoded(header), *kept]))
+    os.replace(unfinished, path)
+    with path.open("ab") as file:
+
+        def write(line: dict[str, Any]) -> None:
+            file.write(_encoded(line))
+            file.flush()
+
+        yield write
+
+
+def _encoded(line: dict[str, Any]) -> bytes:
+    return json.dumps(_plain(line), allow_nan=False, separators=(",", ":")).encode() + b"\n"
+
+
+def _plain(value: Any) -> Any:
+    """Numbers to six digits, and none that JSON does not have."""
+    if isinstance(value, float):
+        return float(f"{value:.6g}") if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _plain(x) for key, x in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(x) for x in value]
+    return value
+
+
+def machine() -> dict[str, Any]:
+    """The facts that timings depend on."""
+    model = platform.processor() or platform.machine()
+    information = Path("/proc/cpuinfo")
+    if information.exists():
+        names = [line.partition(":")[2] for line in information.read_text().splitlines() if "model name" in line]
+        model = names[0].strip() if names else model
+    return {
+        "cpu": model,
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
