@@ -35,8 +35,8 @@ class Run:
     """Where the run is written, as <problem>/<label>-seed<seed>.jsonl with a checkpoint beside it."""
     label: str = ""
     """Name of the run; that of the optimizer unless given."""
-    set: tuple[str, ...] = ()
-    """Settings of the optimizer in place of the tuned ones: --set krylov_dim=40 floor=1e-4."""
+    set: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """A setting of the optimizer in place of the tuned one: --set krylov_dim=40 --set floor=1e-4."""
     samples: int | None = None
     """Only so many training samples, for a trial."""
     patience: int | None = None
@@ -146,9 +146,18 @@ def _pair(text: str) -> tuple[str, str]:
     return key, value
 
 
-def _rows(problems: tuple[str, ...]) -> tuple[str, ...]:
+def _rows(options: Tune | Study) -> tuple[str, ...]:
+    """The rows asked for; all mistakes are found before anything runs."""
     from experiments import plan
+    from experiments.methods import settings_of
 
+    for name in options.methods:
+        settings_of(name, {})
+    counts = {"jobs": options.jobs, "samples": options.samples, "seeds": getattr(options, "seeds", None)}
+    for name, count in counts.items():
+        if count is not None and count < 1:
+            raise ValueError(f"--{name} {count}: must be at least 1.")
+    problems = options.problems
     unknown = [name for name in problems if name not in plan.ROWS]
     if unknown:
         raise ValueError(f"There is no problem {unknown[0]!r} in the study; there are {', '.join(plan.ROWS)}.")
@@ -159,14 +168,14 @@ def _tune(options: Tune) -> None:
     from experiments.study import Where, tune
 
     where = Where(options.data, options.results, options.jobs, options.samples)
-    tune(_rows(options.problems), where, options.methods)
+    tune(_rows(options), where, options.methods)
 
 
 def _study(options: Study) -> None:
     from experiments.study import Where, study
 
     where = Where(options.data, options.results, options.jobs, options.samples)
-    study(_rows(options.problems), where, options.methods, options.seeds)
+    study(_rows(options), where, options.methods, options.seeds)
 
 
 def _table(options: Table) -> None:
@@ -188,6 +197,8 @@ def _pca(options: Pca) -> None:
     from experiments.problems import load_problem
 
     problem = load_problem(options.problem, options.data)
+    if problem.error_name != "squared error":
+        raise ValueError(f"{options.problem} has no images to reconstruct; mnist-ae, curves and curves5 have.")
     left = pca_error(problem.train[0], problem.held_out[0], options.components)
     sys.stdout.write(f"PCA-{options.components} leaves {left:.2f} per test image.\n")
 

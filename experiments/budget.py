@@ -10,8 +10,8 @@ from typing import Literal
 
 Clock = Literal["wall", "cpu"]
 
-#: The seconds of the process do not run while it waits for a core, so that runs beside each other stay comparable;
-#: with one thread they are the seconds of an idle machine.
+#: The seconds of the process do not run while it waits for a core, so that runs beside other work stay comparable. What
+#: processes share otherwise, caches and memory, still slows them.
 CLOCKS: Mapping[Clock, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.process_time}
 
 _SECONDS = {"s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
@@ -54,4 +54,4 @@ class Budget:
         return seconds if self.unit == "seconds" else gradients
 
     def __str__(self) -> str:
-        return f"{self.amount:g}{'s' if self.unit == 'seconds' else 'g'}"
+        return f"{self.amount:.12g}{'s' if self.unit == 'seconds' else 'g'}"

@@ -81,10 +81,12 @@ def data_directory(data: Path | None) -> Path:
     """
     named = data if data is not None else os.environ.get(VARIABLE)
     if not named:
-        raise FileNotFoundError(f"no data directory: pass one, or set the environment variable {VARIABLE}")
+        raise FileNotFoundError(
+            f"there is no data directory: name one by --data or the environment variable {VARIABLE}"
+        )
     directory = Path(named).expanduser()
     if not directory.is_dir():
-        raise FileNotFoundError(f"the data directory {directory} is not a directory: pass another, or set {VARIABLE}")
+        raise FileNotFoundError(f"the data directory {directory} is none: give --data, or set {VARIABLE}")
     return directory
 
 
@@ -98,7 +100,7 @@ def read(source: Source, data: Path | None) -> dict[str, Array]:
     try:
         path = data_directory(data) / source.file
     except FileNotFoundError as error:
-        raise FileNotFoundError(f"{source.file} is needed, and there is {error}. {source.remedy}") from None
+        raise FileNotFoundError(f"{source.file} is needed: {error}. {source.remedy}") from None
     if not path.is_file():
         raise FileNotFoundError(f"{source.file} is not in {path.parent}. {source.remedy}")
     arrays = _checked(source, path)

@@ -9,21 +9,26 @@ import platform
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
 from experiments.budget import Budget
 
 
-def finished(path: Path, budget: Budget) -> bool:
-    """Whether a file holds a run that came to its end, of this budget or a longer one."""
+def finished(path: Path, budget: Budget, **expected: Any) -> bool:
+    """Whether a file holds a run that came to its end, of this budget or a longer one.
+
+    One whose header has other than the expected values is not the run that was asked for.
+    """
     if not path.exists():
         return False
     lines = path.read_text().splitlines()
     if not lines or '"end"' not in lines[-1]:
         return False
-    point, end = json.loads(lines[-2]), json.loads(lines[-1])
+    header, point, end = (json.loads(lines[i]) for i in (0, -2, -1))
+    if any(header.get(key) != value for key, value in _plain(expected).items()):
+        return False
     return end["reason"] != "budget" or budget.spent(point["seconds"], point["gradients"]) >= budget.amount
 
 
@@ -36,7 +41,10 @@ def require_same(path: Path, header: dict[str, Any], *, scheduled: bool) -> str:
     with path.open() as lines:
         first = lines.readline()
     found = json.loads(first) if first.endswith("\n") else {}
-    free = {"started", "machine"} | (set() if scheduled else {"budget"})
+    header = _plain(header)  # as it would be written
+    free = {"started", "machine"}
+    if not scheduled and found and found["budget"][-1] == header["budget"][-1]:
+        free.add("budget")
     different = [key for key in header if key not in free and found and found.get(key) != header[key]]
     if different:
         raise ValueError(
@@ -52,18 +60,37 @@ def opened(path: Path, header: dict[str, Any], lines: int) -> Iterator[Callable[
     """Open a file after its first ``lines`` lines, the header among them; what follows will be written again.
 
     The header is written anew, as the budget may be longer now.
+
+    Raises:
+        ValueError: another process has it open.
     """
+    if path.exists():
+        with path.open("rb") as before:
+            _lock(before, path)
     kept = path.read_bytes().splitlines(keepends=True)[1:lines] if path.exists() else []
     unfinished = path.with_suffix(".jsonl.tmp")
     unfinished.write_bytes(b"".join([_encoded(header), *kept]))
     os.replace(unfinished, path)
     with path.open("ab") as file:
+        _lock(file, path)
 
         def write(line: dict[str, Any]) -> None:
             file.write(_encoded(line))
             file.flush()
 
         yield write
+
+
+def _lock(file: BinaryIO, path: Path) -> None:
+    """Until the file is closed, where the system knows such locks; two processes would write over each other."""
+    try:
+        import fcntl
+    except ImportError:
+        return
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ValueError(f"{path} is being written by another process. Wait for it, or give another --label.") from None
 
 
 def _encoded(line: dict[str, Any]) -> bytes:

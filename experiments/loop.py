@@ -60,6 +60,7 @@ class _Progress:
     best: float = math.inf
     since_best: int = 0
     lines: int = 1  # of the file, the header among them
+    reason: str | None = None  # why it is to end, if it is
 
 
 Watch = Callable[[dict[str, Any], float], None]
@@ -108,7 +109,7 @@ class _Run:
 
     def go(self) -> None:
         """Until an end; the first point is that of the initial weights."""
-        reason = None if self._progress.step else self._evaluate(None)
+        reason = self._progress.reason if self._progress.step else self._evaluate(None)
         clock, amount = CLOCKS[self._config.clock], self._config.budget.amount
         if self._spent() >= amount:
             reason = "budget"
@@ -156,13 +157,13 @@ class _Run:
         spent = self._spent()
         # Close together at first, when most happens, and never farther apart than a twenty-fifth of the budget.
         progress.due = spent + min(max(0.1 * spent, 0.01 * amount), 0.04 * amount)
+        if not math.isfinite(loss):
+            progress.reason = "diverged"
+        elif self._config.patience is not None and progress.since_best >= self._config.patience:
+            progress.reason = "early stop"
         self._save()
         self._watch(point, min(spent / amount, 1.0))
-        if not math.isfinite(loss):
-            return "diverged"
-        if self._config.patience is not None and progress.since_best >= self._config.patience:
-            return "early stop"
-        return None
+        return progress.reason
 
     def _save(self) -> None:
         """Whole or not at all: a run cut off here continues from the checkpoint before."""
@@ -199,6 +200,7 @@ def _header(problem: Problem, config: RunConfig, label: str, model: nn.Module) -
         "settings": dataclasses.asdict(config.settings),
         "seed": config.seed,
         "budget": str(config.budget),
+        "patience": config.patience,
         "clock": config.clock,
         "threads": torch.get_num_threads(),
         "parameters": sum(p.numel() for p in model.parameters()),
@@ -214,6 +216,12 @@ def _header(problem: Problem, config: RunConfig, label: str, model: nn.Module) -
 
 def _restore(checkpoint: Path, model: nn.Module, method: Method) -> _Progress:
     state = torch.load(checkpoint, weights_only=True)
+    try:
+        progress = _Progress(**state["progress"])
+    except TypeError:
+        raise ValueError(
+            f"{checkpoint} was written by another version. Delete it with its .jsonl to run anew."
+        ) from None
     model.load_state_dict(state["model"])
     method.load_state_dict(state["method"])
-    return _Progress(**state["progress"])
+    return progress

@@ -181,8 +181,9 @@ def _closure(problem: Problem, model: nn.Module) -> Callable[[Any], tuple[Tensor
 
 
 def _ksd(problem: Problem, model: nn.Module, seed: int, settings: KSDSettings) -> Method:
-    options: dict[str, Any] = {**PAPER} if settings.paper else {"preconditioner": Fisher(floor=settings.floor)}
+    options: dict[str, Any] = {**PAPER} if settings.paper else {}
     options.update(krylov_dim=settings.krylov_dim, curvature=settings.curvature, seed=seed)
+    options["preconditioner"] = Fisher(floor=settings.floor)
     optimizer = KSD(model.parameters(), weight_decay=problem.weight_decay, **options)
     return _Stepping(optimizer, problem, model, seed, settings.fraction)
 
@@ -192,6 +193,7 @@ def _hessian_free(problem: Problem, model: nn.Module, seed: int, settings: Hessi
         model.parameters(),
         damping=settings.damping,
         curvature=settings.curvature,
+        cg_iterations=settings.cg_iterations,
         weight_decay=problem.weight_decay,
     )
     return _Stepping(optimizer, problem, model, seed, settings.fraction)
@@ -230,7 +232,7 @@ class Kind:
 
 KINDS: Mapping[str, Kind] = {
     "ksd": Kind(KSDSettings(), _ksd),
-    "ksd-paper": Kind(KSDSettings(paper=True), _ksd),
+    "ksd-paper": Kind(KSDSettings(floor=1e-4, paper=True), _ksd),
     "ksd-hessian": Kind(KSDSettings(curvature="hessian"), _ksd),
     "hf": Kind(HessianFreeSettings(), _hessian_free),
     "hf-hessian": Kind(HessianFreeSettings(curvature="hessian"), _hessian_free),

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
 
 @dataclasses.dataclass(frozen=True)
 class KSDSettings:
-    """``fraction`` is the share of the samples in B and in C, 1/K unless given; ``paper`` takes the paper's floors."""
+    """``fraction`` is the share of the samples in B and in C, 1/K unless given.
+
+    ``paper`` takes ``PAPER`` for all that is not set here.
+    """
 
     krylov_dim: int = 20
     floor: float = 1e-2
@@ -25,6 +29,7 @@ class HessianFreeSettings:
     damping: float = 45.0
     curvature: Literal["ggn", "hessian"] = "ggn"
     fraction: float = 0.25
+    cg_iterations: int = 250
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +65,7 @@ def changed(name: str, settings: Any, changes: Mapping[str, Any]) -> Any:
     """Settings with some changed; strings are read as the type of the field.
 
     Raises:
-        ValueError: no such setting, or a value that cannot be read.
+        ValueError: no such setting, or a value that cannot be it.
     """
     fields = {field.name: getattr(settings, field.name) for field in dataclasses.fields(settings)}
     read = {}
@@ -73,11 +78,20 @@ def changed(name: str, settings: Any, changes: Mapping[str, Any]) -> Any:
 
 
 def _read(name: str, key: str, text: str, default: Any) -> Any:
+    """A setting from the command line: of the default's type, and positive if a number."""
     if isinstance(default, str):
         return text
-    if text.lower() in ("true", "false", "none"):
-        return {"true": True, "false": False, "none": None}[text.lower()]
+    if isinstance(default, bool):
+        if text.lower() not in ("true", "false"):
+            raise ValueError(f"{name}: {key}={text!r} must be true or false.")
+        return text.lower() == "true"
+    if default is None and text.lower() == "none":
+        return None
     try:
-        return int(text) if isinstance(default, int) and not isinstance(default, bool) else float(text)
+        number = float(text)
     except ValueError:
         raise ValueError(f"{name}: {key}={text!r} is not a number.") from None
+    if not 0 < number < math.inf or (isinstance(default, int) and number != int(number)):
+        kind = "whole number" if isinstance(default, int) else "number"
+        raise ValueError(f"{name}: {key}={text!r} must be a {kind} above 0.")
+    return int(number) if isinstance(default, int) else number

@@ -92,18 +92,49 @@ def test_one_mini_batch_costs_its_samples(tmp_path: Path) -> None:
     assert lines[-2]["sample_gradients"] == 240
 
 
-def test_the_same_objective_for_all(tmp_path: Path) -> None:
-    """L-BFGS and KSD report the loss that the loop evaluates, weight decay included."""
-    problem = small_problem()
-    lines = lines_of(run(problem, config("ksd", "20g"), tmp_path))
-    points = [line for line in lines if line["kind"] == "point"]
-    steps = {point["step"]: point for point in points}
+def test_ksd_reports_the_loss_that_the_loop_evaluates(tmp_path: Path) -> None:
+    lines = lines_of(run(small_problem(), config("ksd", "20g"), tmp_path))
+    steps = {line["step"]: line for line in lines if line["kind"] == "point"}
     compared = 0
     for step, point in steps.items():
         if step + 1 in steps and steps[step + 1]["report"]["accepted"]:
             assert steps[step + 1]["report"]["loss"] == pytest.approx(point["loss"], rel=1e-5)
             compared += 1
     assert compared > 0
+
+
+@pytest.mark.parametrize("method", KINDS)
+def test_every_method_minimises_the_weight_decay_too(method: str, tmp_path: Path) -> None:
+    """With so much of it the minimum is near θ = 0, where the loss is ln 2; without, weights would stay or grow."""
+    lines = lines_of(run(small_problem(weight_decay=10.0), config(method, "100g"), tmp_path))
+    first, last = lines[1], lines[-2]
+    assert first["loss"] > 20
+    assert last["loss"] < 1.0
+
+
+def test_a_step_of_sgd_is_one_along_the_gradient_of_the_objective() -> None:
+    problem = small_problem(weight_decay=0.3)
+    model = problem.make_model(0)
+    before = [p.detach().clone() for p in model.parameters()]
+    settings = settings_of("sgd", {"lr": 1e-2, "momentum": 0.9, "batch": 240})
+    KINDS["sgd"].make(problem, model, 0, settings).advance(progress=0.0)
+    twin = problem.make_model(0)
+    x, y = problem.train
+    decay = sum(p.square().sum() for p in twin.parameters())
+    gradient = torch.autograd.grad(problem.loss(twin(x), y) + 0.15 * decay, list(twin.parameters()))
+    for p, b, g in zip(model.parameters(), before, gradient, strict=True):
+        torch.testing.assert_close(b - p, 1e-2 * 1.9 * g, rtol=1e-4, atol=1e-7)  # Nesterov's first step: 1 + momentum
+
+
+def test_points_are_evaluated_on_the_first_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("experiments.loop.EVALUATED", 50)
+    problem = small_problem()
+    header, point = lines_of(run(problem, config("adam", "1g"), tmp_path))[:2]
+    loss, error = evaluate(problem, problem.make_model(0), tuple(x[:50] for x in problem.train))
+    assert header["evaluated_samples"] == 50
+    assert (point["loss"], point["error"]) == pytest.approx((loss, error), rel=1e-5)
+    held_out = evaluate(problem, problem.make_model(0), problem.held_out)
+    assert (point["held_out_loss"], point["held_out_error"]) == pytest.approx(held_out, rel=1e-5)
 
 
 @pytest.mark.parametrize("method", KINDS)
@@ -143,6 +174,35 @@ def test_a_finished_run_is_left_alone_and_a_longer_budget_continues(tmp_path: Pa
     longer = lines_of(run(problem, config("ksd", "30g"), tmp_path))
     assert longer[-2]["gradients"] >= 30
     assert len(longer) > len(before.splitlines())
+    assert longer[0]["budget"] == "30g"
+    assert [line["kind"] for line in longer].count("end") == 1
+    assert (
+        run(problem, config("ksd", "30g"), tmp_path).read_bytes()
+        == run(problem, config("ksd", "9g"), tmp_path).read_bytes()
+    )
+
+
+def test_settings_of_many_digits_continue(tmp_path: Path) -> None:
+    odd = config("adam", "2g", lr=0.00123456789)
+    assert run(small_problem(), odd, tmp_path) == run(small_problem(), odd, tmp_path)
+
+
+def test_two_processes_do_not_share_a_run(tmp_path: Path) -> None:
+    def again(point: dict[str, Any], share: float) -> None:
+        if point["step"] > 0:
+            run(small_problem(), config("adam", "5g"), tmp_path)
+
+    with pytest.raises(ValueError, match="being written by another"):
+        run(small_problem(), config("adam", "5g"), tmp_path, again)
+
+
+def test_a_file_deleted_takes_its_checkpoint_along(tmp_path: Path) -> None:
+    path = run(small_problem(), config("adam", "2g"), tmp_path)
+    first = path.read_text()
+    path.unlink()
+    assert without_times(lines_of(run(small_problem(), config("adam", "2g"), tmp_path))) == without_times(
+        [json.loads(line) for line in first.splitlines()]
+    )
 
 
 def test_other_settings_do_not_continue_a_run(tmp_path: Path) -> None:
@@ -202,8 +262,16 @@ def test_settings_that_are_none() -> None:
         settings_of("adamw", {})
     with pytest.raises(ValueError, match="no setting 'learning_rate'; it has lr, batch"):
         settings_of("adam", {"learning_rate": "1"})
-    with pytest.raises(ValueError, match="not a number"):
-        settings_of("adam", {"lr": "fast"})
+    for key, value, complaint in [
+        ("lr", "fast", "not a number"),
+        ("lr", "none", "not a number"),
+        ("batch", "0", "whole number above 0"),
+        ("batch", "1.5", "whole number above 0"),
+        ("lr", "-1", "number above 0"),
+    ]:
+        with pytest.raises(ValueError, match=complaint):
+            settings_of("adam", {key: value})
+    assert settings_of("adam", {"batch": "1e2"}).batch == 100
     assert settings_of("ksd", {"krylov-dim": "7", "floor": "1e-3", "curvature": "hessian"}).krylov_dim == 7
 
 
@@ -251,6 +319,12 @@ def test_mistakes_end_with_a_sentence(tmp_path: Path) -> None:
         main(["run", "curvs", "--results", str(tmp_path)])
     with pytest.raises(SystemExit, match="no problem 'curvs'"):
         main(["study", "curvs", "--results", str(tmp_path)])
+    with pytest.raises(SystemExit, match="no optimizer 'nope'"):
+        main(["study", "curves", "--methods", "nope", "--results", str(tmp_path)])
+    with pytest.raises(SystemExit, match="--jobs 0"):
+        main(["tune", "curves", "--jobs", "0", "--results", str(tmp_path)])
+    with pytest.raises(SystemExit, match="no images"):
+        main(["pca", "order-50"])
     with pytest.raises(SystemExit, match="key=value"):
         main(["run", "curves", "--set", "floor", "--results", str(tmp_path)])
 
@@ -278,19 +352,26 @@ def test_tune_study_table_and_figure(
     monkeypatch.setattr(plan, "ROWS", {"order-50": row})
     monkeypatch.setattr(plan, "MAIN", ("ksd", "hf", "adam"))
     monkeypatch.setattr(plan, "TUNED", tmp_path / "tuned.json")
-    monkeypatch.setattr(plan, "grid", lambda problem, method: [{"lr": 1e-3}, {"lr": 1e-4}] if method == "adam" else [])
+    tried = [{"lr": 0.00123, "batch": 25}, {"lr": 1e-9, "batch": 25}]
+    monkeypatch.setattr(plan, "grid", lambda problem, method: tried if method == "adam" else [])
     monkeypatch.chdir(ROOT)
     study.tune(["order-50"], study.Where(None, tmp_path / "tuning", samples=100))
-    chosen = json.loads((tmp_path / "tuned.json").read_text())["order-50"]["adam"]
+    assert not plan.TUNED.exists()  # a trial of the command itself
     trials = lines_of(tmp_path / "tuning" / "tuning-order-50.jsonl")
-    assert chosen == min(trials, key=lambda trial: trial["loss"])["settings"]
+    assert [trial["settings"] for trial in trials] == tried
+    assert trials[0]["loss"] < trials[1]["loss"]
+    plan.TUNED.write_text(json.dumps({"order-50": {"adam": tried[0]}}))
     study.study(["order-50"], study.Where(None, tmp_path, samples=100))
-    assert {path.name for path in (tmp_path / "order-50").glob("*.jsonl")} == {
-        "ksd-seed0.jsonl",
-        "hf-seed0.jsonl",
-        "adam-seed0.jsonl",
-    }
+    headers = {path.name: lines_of(path)[0] for path in (tmp_path / "order-50").glob("*.jsonl")}
+    assert set(headers) == {"ksd-seed0.jsonl", "hf-seed0.jsonl", "adam-seed0.jsonl"}
+    assert headers["adam-seed0.jsonl"]["settings"] == tried[0]
     assert all('"end"' in path.read_text().splitlines()[-1] for path in (tmp_path / "order-50").glob("*.jsonl"))
+    before = (tmp_path / "order-50" / "ksd-seed0.jsonl").read_bytes()
+    study.study(["order-50"], study.Where(None, tmp_path, samples=100))  # nothing left to do
+    assert (tmp_path / "order-50" / "ksd-seed0.jsonl").read_bytes() == before
+    plan.TUNED.write_text(json.dumps({"order-50": {"adam": tried[1]}}))
+    with pytest.raises(SystemExit, match=r"order-50 adam seed 0: .*other settings"):
+        study.study(["order-50"], study.Where(None, tmp_path, samples=100))
     main(["table", "--results", str(tmp_path)])
     assert "order-50" in capsys.readouterr().out
     pytest.importorskip("matplotlib")
@@ -308,3 +389,28 @@ def test_a_failed_run_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(SystemExit, match=r"starcraft ksd seed 0: .*nowhere"):
         study.study(["starcraft"], study.Where(None, tmp_path, jobs=1))
     assert os.listdir(tmp_path) == []
+
+
+def test_the_best_trial_is_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from experiments import plan, study
+
+    monkeypatch.setattr(plan, "TUNED", tmp_path / "tuned.json")
+    plan.TUNED.write_text(json.dumps({"curves": {"hf": {"damping": 1.0}}}))
+    found = {"adam": [{"settings": {"lr": x}, "loss": y} for x, y in [(1, 3.0), (2, None), (3, 2.0)]]}
+    found["sgd"] = [{"settings": {"lr": 1}, "loss": None}]
+    study._choose("curves", found)
+    assert json.loads(plan.TUNED.read_text()) == {"curves": {"hf": {"damping": 1.0}, "adam": {"lr": 3}}}
+
+
+def test_a_study_that_is_ended_ends_its_runs(tmp_path: Path) -> None:
+    arguments = ["study", "order-50", "--methods", "ksd", "--jobs", "1", "--samples", "100", "--results", str(tmp_path)]
+    process = subprocess.Popen(command(*arguments), cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    path = tmp_path / "order-50" / "ksd-seed0.jsonl"
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and not path.exists():
+        time.sleep(0.05)
+    process.terminate()
+    process.communicate(timeout=60)
+    size = path.stat().st_size
+    time.sleep(1.5)
+    assert path.stat().st_size == size
