@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 RESULTS = Path("results")
+MARKS = ("<!-- table -->", "<!-- /table -->")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,6 +87,8 @@ class Table:
     """Print the paper's Table 2 with ours beside it, from the runs found; trains nothing."""
 
     results: Path = RESULTS
+    into: Path | None = None
+    """Put it into this file instead, between the lines <!-- table --> and <!-- /table -->."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,7 +184,16 @@ def _study(options: Study) -> None:
 def _table(options: Table) -> None:
     from experiments.table import table
 
-    sys.stdout.write(table(options.results) + "\n")
+    text = table(options.results)
+    if options.into is None:
+        sys.stdout.write(text + "\n")
+        return
+    page = options.into.read_text()
+    before, found, rest = page.partition(MARKS[0])
+    after = rest.partition(MARKS[1])
+    if not found or not after[1]:
+        raise ValueError(f"{options.into} lacks the lines {MARKS[0]} and {MARKS[1]}: write them where the table goes.")
+    options.into.write_text(f"{before}{MARKS[0]}\n\n{text.strip()}\n\n{MARKS[1]}{after[2]}")
 
 
 def _figure(options: Figure) -> None:

@@ -1,0 +1,59 @@
+"""When a run came down to a figure of the paper, or when it would by the power law of its second half."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from experiments.records import Run
+
+
+@dataclasses.dataclass(frozen=True)
+class Reach:
+    """Seconds until the held-out error came down to a target.
+
+    Attributes:
+        seconds: when it did, or would; infinite if it no longer falls.
+        extrapolated: whether that lies beyond the end of the run.
+        error: the lowest held-out error of the run.
+    """
+
+    seconds: float
+    extrapolated: bool
+    error: float
+
+
+def reach(run: Run, target: float) -> Reach | None:
+    """When the lowest held-out error so far is at the target; None without any finite error.
+
+    Beyond the run's end: error ∝ seconds^(−p), with p from where the budget was half spent to its end. Errors flatten
+    sooner or later, so that such a time is a lower bound more than a forecast.
+    """
+    best, fallen = math.inf, []
+    for point in run.points:
+        if math.isfinite(point.held_out_error):
+            best = min(best, point.held_out_error)
+            if best <= target:
+                return Reach(point.seconds, False, best)
+            fallen.append((point.seconds, best))
+    if not fallen:
+        return None
+    end, _ = fallen[-1]
+    half = next((time, error) for time, error in fallen if time >= end / 2)
+    if not 0 < half[0] < end or not best < half[1] or target <= 0:
+        return Reach(math.inf, True, best)
+    power = math.log(half[1] / best) / math.log(end / half[0])
+    return Reach(end * (best / target) ** (1 / power), True, best)
+
+
+def duration(seconds: float) -> str:
+    """A time to two digits, in a unit fit for it.
+
+    Example:
+        >>> duration(45), duration(400), duration(9000), duration(500000)
+        ('45 s', '6.7 min', '2.5 h', '5.8 days')
+    """
+    for unit, size in (("days", 86400.0), ("h", 3600.0), ("min", 60.0)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.2g} {unit}"
+    return f"{seconds:.2g} s"
