@@ -1,19 +1,19 @@
 """Figures of recorded runs, PNG and SVG: the same runs give the same SVG. Nothing here trains.
 
 convergence: training loss over seconds and over gradients. held-out: training and held-out error over seconds.
-anatomy: what the seconds of a step go into. ritz: the spectrum that every step of KSD sees.
+anatomy: what the time of a step goes into. ritz: the spectrum that every step of KSD sees.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
 from experiments import paper
-from experiments.records import LABELS, Axis, Run, by_label, read_runs
+from experiments.records import LABELS, Axis, Run, by_label, of_row, read_runs
 from experiments.series import Quantity, Series, series
 from experiments.style import LINES, PHASES, RC, WIDTH, number_ticks
 
@@ -35,7 +35,10 @@ def figure(kind: Kind, results: Path, out: Path, problems: Sequence[str] = ()) -
     """Draw one kind of figure for the problems named, or all that have runs; returns the files.
 
     Files are ``<kind>-<problem>.png`` and ``.svg``; several problems share one anatomy, ``anatomy-all``. A problem
-    whose runs do not have what the kind shows is left out.
+    whose runs do not have what the kind shows is left out; so are runs of another budget than the row's, as in tables.
+
+    Raises:
+        ValueError: there is no such kind, no run at all, or none of a problem that was named.
     """
     import matplotlib as mpl
 
@@ -43,14 +46,17 @@ def figure(kind: Kind, results: Path, out: Path, problems: Sequence[str] = ()) -
         raise ValueError(f"There is no figure {kind!r}: choose from {', '.join(KINDS)}.")
     runs = read_runs(results)
     found = {run.problem for run in runs if run.points}
+    if not found:
+        raise ValueError(
+            f"There are no runs in {results}: make one with `python -m experiments run curves --optimizer ksd "
+            f"--results {results}`."
+        )
     missing = [name for name in problems if name not in found]
     if missing:
-        raise ValueError(
-            f"{results} has no run of {missing[0]}: there are runs of {', '.join(sorted(found)) or 'nothing'}."
-        )
+        raise ValueError(f"{results} has no run of {missing[0]}: there are runs of {', '.join(sorted(found))}.")
     order = [*paper.PROBLEMS, *sorted(found - set(paper.PROBLEMS))]
     grouped = {
-        name: {label: several for label, several in by_label(runs, name).items() if label in LABELS}
+        name: {label: several for label, several in of_row(by_label(runs, name)).items() if label in LABELS}
         for name in problems or [name for name in order if name in found]
     }
     out.mkdir(parents=True, exist_ok=True)
@@ -121,11 +127,12 @@ def _lines(axis: Axes, by: _Runs, time: Axis, quantity: Quantity) -> list[Series
         shown.append(curve)
         # Markers stand at different places on each line, so that lines on top of each other can be told apart.
         marked = (0.02 + 0.017 * number, 0.17)
-        axis.plot(curve.times, curve.middle, label=LABELS[label], markevery=marked, **LINES[label].arguments())
+        look = LINES[label].arguments()
+        axis.plot(curve.times, curve.middle, label=LABELS[label], drawstyle="steps-post", markevery=marked, **look)
         if len(runs) > 1:
             ceiling = 1e3 * max((abs(v) for v in curve.high if math.isfinite(v)), default=1.0)
             above = [min(v, ceiling) for v in curve.high]  # a band can be cut off by the frame, but not be infinite
-            axis.fill_between(curve.times, curve.low, above, color=LINES[label].colour, alpha=0.15, linewidth=0)
+            axis.fill_between(curve.times, curve.low, above, step="post", color=look["color"], alpha=0.15, linewidth=0)
     if shown:
         low, high = min(c.times[0] for c in shown), max(c.times[-1] for c in shown)
         axis.set_xscale("log")
@@ -164,11 +171,16 @@ def _start(by: _Runs, quantity: Quantity) -> float:
 
 def _seconds(by: _Runs) -> str:
     """What the seconds are, where all runs agree on it."""
-    kinds = {(run.clock, run.threads) for several in by.values() for run in several}
+    return f"seconds{_clock(run for several in by.values() for run in several)}"
+
+
+def _clock(runs: Iterable[Run]) -> str:
+    """Clock and threads in brackets, where all runs agree on them."""
+    kinds = {(run.clock, run.threads) for run in runs}
     if len(kinds) != 1:
-        return "seconds"
+        return ""
     clock, threads = kinds.pop()
-    return f"seconds ({clock}, {threads} thread{'s' if threads > 1 else ''})".replace("(cpu", "(CPU")
+    return f" ({clock.replace('cpu', 'CPU')}, {threads} thread{'s' if threads > 1 else ''})"
 
 
 def _finish(drawn: Figure, axis: Axes, name: str, by: _Runs) -> None:
@@ -182,14 +194,16 @@ def _finish(drawn: Figure, axis: Axes, name: str, by: _Runs) -> None:
 
 
 def _anatomy(grouped: Mapping[str, _Runs]) -> Figure | None:
-    """A bar of shares for every problem and method, and the seconds of a step beside it."""
-    found = {
-        (name, label): _phases(by[label]) for name, by in grouped.items() for label in ("ksd", "hf") if label in by
-    }
-    bars = {key: parts for key, parts in found.items() if sum(parts) > 0}
+    """A bar of shares for every problem and method, and the seconds of a step beside it.
+
+    Reports have the wall's seconds, which other work on the machine makes longer: of them only shares are shown. What
+    a step takes is told by the run's own clock.
+    """
+    found = {(name, label): by[label] for name, by in grouped.items() for label in ("ksd", "hf") if label in by}
+    bars = {key: parts for key, runs in found.items() if sum(parts := _phases(runs)) > 0}
     if not bars:
         return None
-    drawn, (axis,) = _panels(1, 1.2 + 0.28 * len(bars))
+    drawn, (axis,) = _panels(1, 1.4 + 0.28 * len(bars))
     names = list(dict.fromkeys(name for name, _ in bars))
     places = [-i - 0.5 * names.index(name) for i, (name, _) in enumerate(bars)]  # half a bar between problems
     starts = [0.0] * len(bars)
@@ -203,12 +217,12 @@ def _anatomy(grouped: Mapping[str, _Runs]) -> Figure | None:
                 box = {"facecolor": phase.colour, "edgecolor": "none", "pad": 1.0}
                 axis.text(start + share / 2, place, f"{share:.0f}", ha="center", va="center", fontsize=8.5, bbox=box)
         starts = [start + share for start, share in zip(starts, shares, strict=True)]
-    for place, parts in zip(places, bars.values(), strict=True):
-        axis.text(101, place, f"{sum(parts):.2g} s", va="center", fontsize=9)
+    for place, key in zip(places, bars, strict=True):
+        axis.text(101, place, f"{_seconds_a_step(found[key]):.3g} s", va="center", fontsize=9)
     axis.set_yticks(places, [f"{name}, {LABELS[label]}" for name, label in bars])
-    axis.set(
-        xlabel="share of the time of a step, %; at the right, its seconds", xlim=(0, 110), xticks=range(0, 101, 20)
-    )
+    clock = _clock(run for key in bars for run in found[key])
+    axis.set_xlabel(f"share of the wall time of a step, %\nat the right: mean seconds of a step{clock}")
+    axis.set(xlim=(0, 110), xticks=range(0, 101, 20), axisbelow=True)
     axis.spines["bottom"].set_bounds(0, 100)
     axis.margins(y=0.02)
     axis.grid(visible=False, axis="y")
@@ -216,8 +230,14 @@ def _anatomy(grouped: Mapping[str, _Runs]) -> Figure | None:
     return drawn
 
 
+def _seconds_a_step(runs: Sequence[Run]) -> float:
+    """On the runs' own clock, over all steps from their first points to their last."""
+    steps = sum(run.points[-1].step - run.points[0].step for run in runs)
+    return sum(run.points[-1].seconds - run.points[0].seconds for run in runs) / steps if steps else math.nan
+
+
 def _phases(runs: Sequence[Run]) -> list[float]:
-    """Mean seconds of a step in each of ``PHASES``, over the steps that were reported."""
+    """Mean wall seconds of a step in each of ``PHASES``, over the steps that were reported."""
     reports = [p.report["seconds"] for run in runs for p in run.points if p.report and p.report.get("seconds")]
     if not reports:
         return []

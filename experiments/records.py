@@ -9,9 +9,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_origin, get_type_hints
+
+from experiments.budget import Budget
 
 Axis = Literal["seconds", "gradients"]
 
@@ -28,17 +31,22 @@ LABELS: Mapping[str, str] = {
     "adam": "Adam",
 }
 
+# Steps are whole: a run may end a little beyond its budget, and counts up to a fortieth beyond it.
+_OVER = 1.025
+
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """Where a run stood: its cost so far (evaluations not counted), and losses and errors over whole sets.
+    """Where a run stood: its cost so far (evaluations not counted), and its losses and errors.
+
+    Those of training are over the first ``evaluated_samples`` of the run, the others over the whole held-out set.
 
     Attributes:
         step: steps taken; 0 is before training.
         seconds: on the run's clock.
         gradients: gradients over the whole training set that the work is worth.
         loss: training loss, weight decay included.
-        error: mean error on the training set, squared or in %.
+        error: mean training error, squared or in %.
         report: the report of the last step, if the method gives one.
     """
 
@@ -56,7 +64,7 @@ class Point:
 class Run:
     """One method on one problem from one seed; ``end`` is None while unfinished.
 
-    ``evaluated_samples`` is how many training samples loss and error are taken over, 0 for all.
+    ``evaluated_samples`` is how many training samples, from the first, loss and error are taken over; 0 for all.
     """
 
     problem: str
@@ -84,14 +92,14 @@ class Run:
         return self.error_name.endswith("%")
 
     @property
-    def axis(self) -> Axis:
-        """What the budget is counted in."""
-        return "gradients" if self.budget.endswith(("g", "ge")) else "seconds"
+    def allowed(self) -> Budget:
+        """The budget, read."""
+        return Budget.parse(self.budget)
 
 
 @dataclasses.dataclass(frozen=True)
 class RelativeTime:
-    """How long one run took to the training loss ``loss``, over how long the other took; below 1 is faster."""
+    """How long one run took to a training loss of ``loss``, over how long the other took; below 1 is faster."""
 
     loss: float
     seconds: float
@@ -100,15 +108,15 @@ class RelativeTime:
 
 def read_run(path: Path) -> Run:
     """One file. A last line that is cut off is left out; a broken line before it is an error."""
-    header: dict[str, Any] | None = None
+    header: Run | None = None
     points: list[Point] = []
     end = None
-    for line in _lines(path):
+    for number, line in _lines(path):
         kind = line.get("kind")
         if kind == "run":
-            header = line
+            header = _header(line, f"{path}, line {number}")
         elif kind == "point":
-            point = _point(line, path)
+            point = _point(line, f"{path}, line {number}")
             # A run continued from a checkpoint repeats the steps since: the later account holds.
             while points and points[-1].step >= point.step:
                 points.pop()
@@ -118,11 +126,7 @@ def read_run(path: Path) -> Run:
             end = str(line.get("reason", ""))
     if header is None:
         raise ValueError(f'{path} has no line of kind "run": is it a record of a run? Move it out of the results.')
-    known = {field.name for field in dataclasses.fields(Run)} - {"points", "end"}
-    try:
-        return Run(**{k: v for k, v in header.items() if k in known}, points=tuple(points), end=end)
-    except TypeError as missing:
-        raise ValueError(f"{path}: the header is incomplete ({missing}): record the run again.") from missing
+    return dataclasses.replace(header, points=tuple(points), end=end)
 
 
 def read_runs(results: Path) -> list[Run]:
@@ -148,6 +152,30 @@ def by_label(runs: Iterable[Run], problem: str) -> dict[str, list[Run]]:
     return {label: sorted(found[label], key=lambda run: run.seed) for label in labels}
 
 
+def row_budget(found: Mapping[str, Sequence[Run]]) -> Budget | None:
+    """The budget that methods are compared at on one problem: the commonest of KSD and HF, the longest of ties.
+
+    Where neither was run, the commonest of all; None where nothing was.
+    """
+    pair = [run for label in ("ksd", "hf") for run in found.get(label, ())]
+    counts = Counter(run.allowed for run in pair or [run for runs in found.values() for run in runs])
+    return max(counts, key=lambda budget: (counts[budget], budget.amount), default=None)
+
+
+def of_row(found: Mapping[str, Sequence[Run]]) -> dict[str, list[Run]]:
+    """The runs that can be compared: those of the row's budget. Under another, a schedule would be half-way here."""
+    budget = row_budget(found)
+    kept = {label: [run for run in runs if run.allowed == budget] for label, runs in found.items()}
+    return {label: runs for label, runs in kept.items() if runs}
+
+
+def within_budget(run: Run) -> Run:
+    """The run as far as it counts: up to its budget and ``_OVER``, what lies beyond left out."""
+    budget = run.allowed
+    kept = (p for p in run.points if budget.spent(p.seconds, p.gradients) <= _OVER * budget.amount)
+    return dataclasses.replace(run, points=tuple(kept))
+
+
 def best_held_out(run: Run) -> Point | None:
     """Where early stopping would have stopped: the lowest held-out error; ties go to the lower held-out loss."""
     valid = [p for p in run.points if math.isfinite(p.held_out_error)]
@@ -163,28 +191,18 @@ def final(run: Run) -> Point | None:
     return run.points[-1] if run.points else None
 
 
-def lowest(run: Run, axis: Axis = "seconds", until: float = math.inf) -> float:
-    """The lowest training loss at any point up to then; NaN if none was finite."""
-    return min((p.loss for p in run.points if math.isfinite(p.loss) and getattr(p, axis) <= until), default=math.nan)
+def lowest(run: Run) -> float:
+    """The lowest training loss at any point; NaN if none was finite."""
+    return min((p.loss for p in run.points if math.isfinite(p.loss)), default=math.nan)
 
 
 def time_to(run: Run, loss: float, axis: Axis = "seconds") -> float | None:
-    """When the running minimum of the training loss first came down to ``loss``; None if it never did.
+    """When the first point with a training loss of ``loss`` or less was recorded; None if there is none.
 
-    Linear between points. Points without a finite loss are passed over.
+    Nothing is read between points: inside a step there is no model that has the loss of a line through its ends, and
+    the longer the steps, the more such a line would give away.
     """
-    before: tuple[float, float] | None = None  # time, running minimum
-    for p in run.points:
-        if not math.isfinite(p.loss):
-            continue
-        time: float = getattr(p, axis)
-        if p.loss <= loss:
-            if before is None:
-                return time
-            share = (before[1] - loss) / (before[1] - p.loss)
-            return before[0] + share * (time - before[0])
-        before = time, p.loss if before is None else min(before[1], p.loss)
-    return None
+    return next((getattr(p, axis) for p in run.points if p.loss <= loss), None)
 
 
 def relative_time(a: Run, b: Run) -> RelativeTime | None:
@@ -210,28 +228,60 @@ def relative_times(a: Sequence[Run], b: Sequence[Run]) -> list[RelativeTime]:
     return [pair for pair in pairs if pair is not None]
 
 
-def _lines(path: Path) -> list[dict[str, Any]]:
+def _lines(path: Path) -> list[tuple[int, dict[str, Any]]]:
+    """The lines that hold something, with their numbers."""
     raw = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    found: list[dict[str, Any]] = []
+    found: list[tuple[int, dict[str, Any]]] = []
     for number, text in enumerate(raw, 1):
         if not text.strip():
             continue
         try:
-            found.append(json.loads(text))
+            line = json.loads(text)
         except json.JSONDecodeError as error:
             if number < len(raw):
                 raise ValueError(
                     f"{path}, line {number}, is not JSON ({error}): remove the run and repeat it."
                 ) from error
+            continue
+        if not isinstance(line, dict):
+            raise ValueError(f"{path}, line {number}, is no JSON object ({text[:60]}): remove the run and repeat it.")
+        found.append((number, line))
     return found
 
 
-def _point(line: Mapping[str, Any], path: Path) -> Point:
-    names = ("seconds", "gradients", "loss", "error", "held_out_loss", "held_out_error")
+def _header(line: Mapping[str, Any], where: str) -> Run:
+    """A run without its points."""
+    kinds = {name: get_origin(kind) or kind for name, kind in get_type_hints(Run).items()}
+    given = {name: value for name, value in line.items() if name in kinds and name not in ("points", "end")}
+    for name, value in given.items():
+        kind = kinds[name]
+        if isinstance(value, bool) or not isinstance(value, (int, float) if kind is float else kind):
+            wanted = {str: "a string", int: "a whole number", float: "a number"}.get(kind, "an object")
+            raise ValueError(f"{where}: {name} is {value!r}, not {wanted}: record the run again.")
     try:
-        numbers = {name: math.nan if line[name] is None else float(line[name]) for name in names}
-        return Point(step=int(line["step"]), **numbers, report=line.get("report"))
-    except KeyError as missing:
-        raise ValueError(
-            f"{path}: the point at step {line.get('step')} lacks {missing}: record the run again."
-        ) from None
+        run = Run(**given, points=())
+    except TypeError as missing:
+        raise ValueError(f"{where}: the header is incomplete ({missing}): record the run again.") from missing
+    try:
+        Budget.parse(run.budget)
+    except ValueError:
+        raise ValueError(f"{where}: {run.budget!r} is no budget, as 300s or 100g: record the run again.") from None
+    return run
+
+
+def _point(line: Mapping[str, Any], where: str) -> Point:
+    costs, values = ("seconds", "gradients"), ("loss", "error", "held_out_loss", "held_out_error")
+    for name in ("step", *costs, *values):
+        if name not in line:
+            raise ValueError(f"{where}: the point at step {line.get('step')} lacks {name!r}: record the run again.")
+        value = line[name]
+        if value is None and name in values:
+            continue
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not number or not (name in values or math.isfinite(value)):
+            raise ValueError(f"{where}: {name} is {value!r}, not a number: record the run again.")
+    report = line.get("report")
+    if not isinstance(report, (dict, type(None))):
+        raise ValueError(f"{where}: the report is {report!r}, not an object or null: record the run again.")
+    numbers = {name: math.nan if line[name] is None else float(line[name]) for name in (*costs, *values)}
+    return Point(step=int(line["step"]), **numbers, report=report)

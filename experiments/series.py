@@ -1,4 +1,4 @@
-"""One curve from the runs of several seeds: median and range over time."""
+"""What several seeds say together: one curve, median and range over time, and which method is ahead."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import bisect
 import dataclasses
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
+from experiments import plan
 from experiments.records import Axis, Run
 
 Quantity = Literal["loss", "error", "held_out_loss", "held_out_error"]
+BySeed = Mapping[str, Mapping[int, float]]  # label, seed
 
 _GRID = 100
 
@@ -29,8 +31,9 @@ class Series:
 def series(runs: Sequence[Run], axis: Axis, quantity: Quantity) -> Series | None:
     """The curve of one seed at its own points, of several at times evenly spaced on a logarithmic axis.
 
-    Time zero has no place on such an axis and is left out. A run that ended keeps its last value, one that ended
-    without a finite value counts as infinite from there on, so that a median over seeds shows it.
+    Time zero has no place on such an axis and is left out. Until the next point a run has the value of its last, and
+    keeps it when it has ended; one that ended without a finite value counts as infinite from there on, so that a
+    median over seeds shows it.
     """
     curves = [curve for curve in (_curve(run, axis, quantity) for run in runs) if curve[0] and curve[0][-1] > 0]
     if not curves:
@@ -63,11 +66,31 @@ def _curve(run: Run, axis: Axis, quantity: Quantity) -> tuple[list[float], list[
 
 
 def _value(times: Sequence[float], values: Sequence[float], t: float) -> float:
-    """Linear between points, constant outside them."""
-    i = bisect.bisect_right(times, t)
-    if i == 0 or i == len(times):
-        return values[max(i - 1, 0)]
-    before, after = values[i - 1], values[i]
-    if math.isinf(after):
-        return before
-    return before + (after - before) * (t - times[i - 1]) / (times[i] - times[i - 1])
+    """That of the last point until then, as in the tables: nothing is read between points."""
+    return values[max(bisect.bisect_right(times, t) - 1, 0)]
+
+
+def ahead(found: BySeed) -> tuple[str | None, set[int]]:
+    """The label with the lowest mean, and the seeds that it is taken over; None if there is none, or two share it.
+
+    Those are the seeds that the main methods have in common. A method that lacks some of them is only ahead if it has
+    the lowest mean over the seeds that all have.
+    """
+    if not found:
+        return None, set()
+    every = set.intersection(*map(set, found.values()))
+    mains = [set(values) for label, values in found.items() if label in plan.MAIN]
+    main = set.intersection(*mains) if mains else every
+    full = {label: values for label, values in found.items() if main <= set(values)}
+    best = _lowest_mean(found, every)
+    return (best, every) if best is not None and best not in full else (_lowest_mean(full, main), main)
+
+
+def _lowest_mean(found: BySeed, seeds: set[int]) -> str | None:
+    """The one label with the lowest mean over these seeds, where there are at least two to compare."""
+    if not seeds:
+        return None
+    means = {label: statistics.fmean(values[s] for s in seeds) for label, values in found.items()}
+    finite = {label: mean for label, mean in means.items() if math.isfinite(mean)}
+    best = [label for label, mean in finite.items() if mean == min(finite.values())]
+    return best[0] if len(best) == 1 and len(finite) > 1 else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +95,45 @@ def test_what_is_not_there_is_said(results: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="choose from convergence, held-out, anatomy, ritz"):
         figure("pie", results, tmp_path)  # type: ignore[arg-type]
     (tmp_path / "empty").mkdir()
-    assert all(figure(kind, tmp_path / "empty", tmp_path) == [] for kind in KINDS)
+    for kind in KINDS:
+        with pytest.raises(ValueError, match=r"no runs in .*empty: make one with `python -m experiments run"):
+            figure(kind, tmp_path / "empty", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def text_of(svg: Path) -> list[str]:
+    """The words of a figure, which an SVG has as comments beside their outlines."""
+    return re.findall(r"<!-- (.*?) -->", svg.read_text())
+
+
+def test_anatomy_has_shares_and_the_seconds_of_the_runs_clock(tmp_path: Path) -> None:
+    # Reports say 0.2, 0.5 and 0.3 s by the wall. On their own clock the runs take 8 and 32 s for 8 steps each, of which
+    # every second was recorded: 2.5 s a step.
+    for seed in (0, 1):
+        points = [
+            point(2 * i, 9.0 - i, seconds=(2 + 6 * seed) * i, report=report("ksd", i, negative=False) if i else None)
+            for i in range(5)
+        ]
+        write(tmp_path, [header("curves", "ksd", seed), *points])
+    words = text_of(figure("anatomy", tmp_path, tmp_path)[1])
+    assert {"curves, KSD", "20", "50", "30", "2.5 s", "share of the wall time of a step, %"} <= set(words)
+    assert "at the right: mean seconds of a step (CPU, 1 thread)" in words
+    write(
+        tmp_path,
+        [
+            header("curves", "hf", 0, clock="wall"),
+            *(point(i, 9.0, report=report("hf", i, negative=False)) for i in (0, 1)),
+        ],
+    )
+    assert "at the right: mean seconds of a step" in text_of(figure("anatomy", tmp_path, tmp_path)[1])
+
+
+def test_runs_of_another_budget_are_not_drawn(tmp_path: Path) -> None:
+    for label, budget in (("ksd", "20s"), ("hf", "20s"), ("adam", "5s")):
+        write(tmp_path, [header("curves", label, 0, budget=budget), point(0, 9.0), point(1, 8.0)])
+    words = text_of(figure("convergence", tmp_path, tmp_path)[1])
+    assert {"KSD", "HF"} <= set(words)
+    assert "Adam" not in words
 
 
 def test_every_method_has_a_look_of_its_own() -> None:

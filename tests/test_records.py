@@ -1,7 +1,8 @@
-"""Reading recorded runs, on exponential curves whose crossing times are known."""
+"""Reading recorded runs, on curves whose figures are known exactly."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from collections.abc import Sequence
@@ -9,8 +10,9 @@ from pathlib import Path
 
 import pytest
 from experiments import records
+from experiments.budget import Budget
 from experiments.records import Point, Run
-from experiments.series import series
+from experiments.series import ahead, series
 
 from tests.synthetic import header, point, write
 
@@ -38,7 +40,8 @@ def test_a_run_comes_back_as_written(tmp_path: Path) -> None:
     path = write(tmp_path, [*lines, {"kind": "end", "reason": "early stop"}])
     found = records.read_run(path)
     assert (found.problem, found.label, found.seed, found.end) == ("curves", "ksd", 3, "early stop")
-    assert (found.samples, found.held_out_samples, found.budget, found.axis) == (1000, 500, "20s", "seconds")
+    assert (found.samples, found.held_out_samples, found.budget) == (1000, 500, "20s")
+    assert found.allowed == Budget(20.0, "seconds")
     assert found.settings == {"krylov_dim": 20}
     last = records.final(found)
     assert last is not None
@@ -68,14 +71,67 @@ def test_what_is_not_a_run_is_named(tmp_path: Path) -> None:
     path.write_text(json.dumps(point(0, 1.0)) + "\n")
     with pytest.raises(ValueError, match='no line of kind "run"'):
         records.read_run(path)
-    path.write_text('{"kind": "run", "problem": "curves"}\n')
-    with pytest.raises(ValueError, match="header is incomplete"):
-        records.read_run(path)
-    path.write_text(json.dumps(header("curves", "ksd", 0)) + '\n{"kind": "point", "step": 4, "seconds": 1}\n')
-    with pytest.raises(ValueError, match="step 4 lacks 'gradients'"):
-        records.read_run(path)
     with pytest.raises(ValueError, match="is not a folder"):
         records.read_runs(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("line", ['[1, "kind"]', "3", "null", '"run"'])
+@pytest.mark.parametrize("after", ["", json.dumps(point(1, 1.0)) + "\n"])
+def test_a_line_that_is_no_object_is_named(tmp_path: Path, line: str, after: str) -> None:
+    path = write(tmp_path, [header("curves", "ksd", 0), point(0, 9.0)])
+    path.write_text(path.read_text() + line + "\n" + after)
+    with pytest.raises(ValueError, match=r"ksd-seed0.jsonl, line 3, is no JSON object"):
+        records.read_runs(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("broken", "complaint"),
+    [
+        ({"loss": "low"}, "loss is 'low', not a number"),
+        ({"held_out_error": [1.0]}, r"held_out_error is \[1.0\], not a number"),
+        ({"error": True}, "error is True, not a number"),
+        ({"step": None}, "step is None, not a number"),
+        ({"seconds": None}, "seconds is None, not a number"),
+        ({"gradients": math.inf}, "gradients is inf, not a number"),
+        ({"report": "none"}, "the report is 'none', not an object or null"),
+    ],
+)
+def test_a_broken_point_is_named(tmp_path: Path, broken: dict[str, object], complaint: str) -> None:
+    write(tmp_path, [header("curves", "ksd", 0), point(0, 9.0), {**point(1, 8.0), **broken}, point(2, 7.0)])
+    with pytest.raises(ValueError, match=f"ksd-seed0.jsonl, line 3: {complaint}"):
+        records.read_runs(tmp_path)
+
+
+def test_a_point_that_lacks_something_is_named(tmp_path: Path) -> None:
+    write(tmp_path, [header("curves", "ksd", 0), {"kind": "point", "step": 4, "seconds": 1}])
+    with pytest.raises(ValueError, match=r"ksd-seed0.jsonl, line 2: the point at step 4 lacks 'gradients'"):
+        records.read_runs(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("broken", "complaint"),
+    [
+        ({"problem": 3}, "problem is 3, not a string"),
+        ({"seed": "0"}, "seed is '0', not a whole number"),
+        ({"weight_decay": None}, "weight_decay is None, not a number"),
+        ({"settings": [20]}, r"settings is \[20\], not an object"),
+        ({"machine": "mine"}, "machine is 'mine', not an object"),
+        ({"budget": "long"}, "'long' is no budget"),
+        ({"budget": ""}, "'' is no budget"),
+    ],
+)
+def test_a_broken_header_is_named(tmp_path: Path, broken: dict[str, object], complaint: str) -> None:
+    path = write(tmp_path, [header("curves", "ksd", 0), point(0, 9.0)])
+    path.write_text(json.dumps({**header("curves", "ksd", 0), **broken}) + "\n")
+    with pytest.raises(ValueError, match=f"ksd-seed0.jsonl, line 1: {complaint}"):
+        records.read_runs(tmp_path)
+
+
+def test_a_header_that_lacks_something_is_named(tmp_path: Path) -> None:
+    path = write(tmp_path, [header("curves", "ksd", 0)])
+    path.write_text('{"kind": "run", "problem": "curves"}\n')
+    with pytest.raises(ValueError, match=r"ksd-seed0.jsonl, line 1: the header is incomplete .*'label'"):
+        records.read_runs(tmp_path)
 
 
 def test_only_runs_of_the_folder_itself_count(tmp_path: Path) -> None:
@@ -95,7 +151,7 @@ def test_null_is_nan_and_never_the_best(tmp_path: Path) -> None:
     assert best is not None
     assert last is not None
     assert (best.step, last.step) == (2, 3)
-    assert records.time_to(found, 7.0) == 1.0  # between steps 0 and 2, over the gap
+    assert records.time_to(found, 7.0) == 2.0
 
 
 def test_steps_repeated_after_a_checkpoint_replace_the_first_account(tmp_path: Path) -> None:
@@ -115,54 +171,76 @@ def test_early_stopping_takes_the_lowest_held_out_error_then_loss() -> None:
     assert records.best_held_out(run(4, 3, held_out=[(math.nan, 1), (math.nan, 1)])) is None
 
 
-def test_time_to_is_linear_between_points_and_uses_the_running_minimum() -> None:
-    bumpy = run(10, 6, 8, 2)
+def test_time_to_is_that_of_the_first_point_at_or_below() -> None:
+    bumpy = run(10, 6, math.nan, 8, 2)
     assert records.time_to(bumpy, 10) == 0
-    assert records.time_to(bumpy, 7) == 0.75
+    assert records.time_to(bumpy, 9.9) == 1
     assert records.time_to(bumpy, 6) == 1
-    assert records.time_to(bumpy, 5) == 2.25  # from 6, the minimum until 2 s, to 2 at 3 s
-    assert records.time_to(bumpy, 5, axis="gradients") == 22.5
+    assert records.time_to(bumpy, 5.9) == 4
+    assert records.time_to(bumpy, 5.9, axis="gradients") == 40
     assert records.time_to(bumpy, 1.9) is None
     assert records.time_to(run(math.nan, math.nan), 1) is None
 
 
-def test_lowest_within_a_budget() -> None:
-    falling = run(10, 6, 4, 2)
-    assert records.lowest(falling) == 2
-    assert records.lowest(falling, "seconds", 2.5) == 4
-    assert records.lowest(falling, "gradients", 10) == 6
+def test_long_steps_get_nothing_for_the_way_between_points() -> None:
+    # A step of 30 s from 10 to 2 beside thirty of 1 s: the level of 4 is there at 30 s, not at 22.5 s on a line.
+    long = Run("curves", "ksd", 0, (Point(0, 0.0, 0.0, 10, 0, 0, 0), Point(1, 30.0, 9.0, 2, 0, 0, 0)))
+    short = Run("curves", "hf", 0, tuple(Point(i, float(i), i, 10 - 0.2 * i, 0, 0, 0) for i in range(31)))
+    found = records.relative_time(long, short)
+    assert found is not None
+    assert (found.loss, found.seconds, found.gradients) == (4.0, 1.0, 9 / 30)
 
 
-@pytest.mark.parametrize(("fast", "slow"), [(0.08, 0.02), (0.05, 0.04)])
+def test_a_run_counts_up_to_its_budget_and_a_fortieth_more() -> None:
+    falling = dataclasses.replace(run(*range(60, 0, -1)), budget="40s")
+    assert records.lowest(falling) == 1
+    assert records.lowest(records.within_budget(falling)) == 60 - 41  # 41 s is a fortieth more, 42 s is not
+    assert len(records.within_budget(dataclasses.replace(falling, budget="10g")).points) == 2  # 0 and 10 of them
+
+
+def test_the_budget_of_a_row_is_the_commonest_of_ksd_and_hf() -> None:
+    def some(label: str, *budgets: str) -> list[Run]:
+        return [Run("curves", label, seed, run(2, 1).points, budget=budget) for seed, budget in enumerate(budgets)]
+
+    found = {"ksd": some("ksd", "60s", "300s"), "hf": some("hf", "5m"), "adam": some("adam", "60s", "60s", "60s")}
+    assert records.row_budget(found) == Budget(300.0, "seconds")
+    assert {label: [r.seed for r in runs] for label, runs in records.of_row(found).items()} == {"ksd": [1], "hf": [0]}
+    assert records.row_budget({"ksd": some("ksd", "60s", "300s")}) == Budget(300.0, "seconds")
+    assert records.row_budget({"adam": some("adam", "9g", "9g", "300s")}) == Budget(9.0, "gradients")
+    assert records.row_budget({}) is None
+    assert records.of_row({}) == {}
+
+
+@pytest.mark.parametrize(("fast", "slow"), [(1 / 16, 1 / 64), (1 / 16, 1 / 32), (3 / 64, 1 / 32)])
 def test_relative_time_of_exponentials(fast: float, slow: float) -> None:
     # Both fall as 1 + 9·exp(−rate·i): the level is what the slow one ends with, at its point 200, and the fast one is
-    # there at point 200·slow/fast. Its points cost 3 s and 5 gradients, those of the slow one 1 s and 20 gradients.
+    # there at the next point from 200·slow/fast. Its points cost 3 s and 5 gradients, those of the slow one 1 s and 20.
     a, b = exponential(fast, seconds=3, gradients=5), exponential(slow, gradients=20)
     found = records.relative_time(a, b)
     assert found is not None
-    assert found.loss == pytest.approx(1 + 9 * math.exp(-slow * 200), rel=1e-12)
-    assert found.seconds == pytest.approx(3 * slow / fast, rel=1e-3)
-    assert found.gradients == pytest.approx(5 / 20 * slow / fast, rel=1e-3)
+    points = math.ceil(200 * slow / fast)
+    assert found.loss == 1 + 9 * math.exp(-slow * 200)
+    assert found.seconds == 3 * points / 200
+    assert found.gradients == 5 * points / (20 * 200)
     reverse = records.relative_time(b, a)
     assert reverse is not None
-    assert reverse.seconds == pytest.approx(1 / found.seconds)
+    assert reverse.seconds == 200 / (3 * points)
 
 
 def test_relative_time_needs_time_spent_by_both() -> None:
     assert records.relative_time(run(10, 5), run(10, 11, 12)) is None
     assert records.relative_time(run(10, 5), run(math.nan, math.nan)) is None
-    diverged = records.relative_time(run(10, 4), run(10, 6, math.nan))
+    diverged = records.relative_time(run(10, 7, 4), run(10, 6, math.nan))
     assert diverged is not None
-    assert diverged.loss == 6
-    assert diverged.seconds == pytest.approx(2 / 3)
+    assert (diverged.loss, diverged.seconds) == (6, 2.0)
 
 
 def test_relative_times_pair_seeds() -> None:
     def seeded(rate: float, seed: int) -> Run:
         return Run("curves", "ksd", seed, exponential(rate).points)
 
-    pairs = records.relative_times([seeded(0.08, 0), seeded(0.04, 1)], [seeded(0.02, 1), seeded(0.02, 2)])
-    assert [p.seconds for p in pairs] == [pytest.approx(0.5, rel=1e-3)]
+    pairs = records.relative_times([seeded(1 / 16, 0), seeded(1 / 32, 1)], [seeded(1 / 64, 1), seeded(1 / 64, 2)])
+    assert [p.seconds for p in pairs] == [0.5]
 
 
 def test_series_of_seeds() -> None:
@@ -171,10 +249,31 @@ def test_series_of_seeds() -> None:
     assert several.times[0] == 1
     assert several.times[-1] == 2
     assert (several.low[0], several.middle[0], several.high[0]) == (4, 5, 6)
-    # At 2 s the third has diverged, and counts as the worst; until then its last value stands.
+    # At 2 s the third has diverged, and counts as the worst; until then every last value stands.
     assert (several.low[-1], several.middle[-1], several.high[-1]) == (2, 4, math.inf)
-    assert several.high[-2] == 5
+    assert (several.low[-2], several.middle[-2], several.high[-2]) == (4, 5, 6)
     single = series([run(8, 4, 2)], "gradients", "loss")
     assert single is not None
     assert (single.times, single.middle) == ((10, 20), (4, 2))
     assert series([run(8)], "seconds", "loss") is None
+
+
+def test_who_is_ahead_is_decided_on_common_seeds() -> None:
+    # KSD's mean over its own seeds is the lowest; over seeds 0 and 1, which Adam has too, it is not.
+    assert ahead({"ksd": {0: 5, 1: 5, 2: 0}, "adam": {0: 4, 1: 4}}) == ("adam", {0, 1})
+    assert ahead({"ksd": {0: 5, 1: 1}, "adam": {0: 4, 1: 4}}) == ("ksd", {0, 1})
+    assert ahead({"ksd": {0: 5}, "adam": {1: 4}}) == (None, set())
+    assert ahead({"ksd": {0: 5}, "adam": {0: 5}}) == (None, {0})
+    assert ahead({"ksd": {0: 5}, "adam": {0: math.nan}}) == (None, {0})
+    assert ahead({"ksd": {0: 5}}) == (None, {0})
+    assert ahead({}) == (None, set())
+
+
+def test_a_method_with_fewer_seeds_does_not_shorten_the_comparison() -> None:
+    main = {"ksd": {0: 3, 1: 1}, "adam": {0: 2, 1: 4}}
+    assert ahead({**main, "cg": {0: 2.5}}) == ("ksd", {0, 1})
+    assert ahead({**main, "cg": {0: 1.5}}) == ("cg", {0})  # lower than every other where it was run
+    assert ahead({**main, "cg": {0: 1.5}, "ksd-paper": {0: 1}}) == ("ksd-paper", {0})
+    assert ahead({**main, "cg": {0: 1.5}, "ksd-paper": {5: 1}}) == ("ksd", {0, 1})  # no seed that all have
+    assert ahead({**main, "cg": {0: 2.5, 1: 1}}) == ("cg", {0, 1})
+    assert ahead({"cg": {0: 1, 1: 9}, "ksd-paper": {0: 2}}) == ("cg", {0})

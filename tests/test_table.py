@@ -89,11 +89,77 @@ def test_table_says_who_is_ahead(study: Path) -> None:
     assert "mnist-class" not in variants.split("##")[0]
 
 
-def test_a_longer_run_counts_up_to_the_common_budget_only(study: Path) -> None:
+def test_all_columns_end_with_the_budget_of_the_row(study: Path) -> None:
+    # Points beyond 20.5 s are better in every way, and not used.
     points = [point(i, 1 + 9 * math.exp(-0.01 * i**2)) for i in range(41)]
-    write(study, [header("curves", "lbfgs", 0), *points, {"kind": "end", "reason": "budget"}])
+    end = {"kind": "end", "reason": "budget"}
+    write(study, [header("curves", "lbfgs", 0), *points, end])
+    write(study, [header("curves", "hf-hessian", 0), *points, end])
+    (study / "curves" / "hf-hessian-seed1.jsonl").unlink()
+    text = table(study)
+    losses = rows(text, "Training loss after equal budgets")
+    assert losses["curves"][losses["problem"].index("L-BFGS")] == "1.165"  # at 20 s of 40
+    others = rows(text, "The other methods")
+    assert others["curves"][others["problem"].index("L-BFGS")] == "1.16 / 1.16"
+    assert "| curves  | HF, Hessian | 0     | 1.165" in text.split("Gauss–Newton matrix or Hessian")[1]
+    hf = [point(i, 1 + 9 * math.exp(-0.1 * i)) for i in range(21)]
+    write(study, [header("curves", "hf", 0), *hf, point(21, 1.0, held_out_error=0.0), end])
+    found = rows(table(study), "KSD and HF, the paper's figures and ours")["curves"]
+    assert (found[5], found[7]) == ("2.22 / 2.22", "0.45 [0.4, 0.5]")
+
+
+def test_runs_of_another_budget_are_listed_only(study: Path) -> None:
+    for seed, budget in enumerate(("20s", "5s")):
+        end = {"kind": "end", "reason": "budget"}
+        write(study, [header("curves", "sgd", seed, budget=budget), point(0, 9.0), point(5, 0.5 - seed / 4), end])
+    write(study, [header("curves", "lbfgs", 0, budget="40g"), point(0, 9.0), point(8, 0.1)])
+    text = table(study)
+    losses = rows(text, "Training loss after equal budgets")
+    assert losses["curves"][losses["problem"].index("SGD")] == "**0.5**"
+    assert losses["curves"][losses["problem"].index("L-BFGS")] == "not compared ¶"
+    assert losses["curves"][-1] == "SGD, 1 of 1 seed"
+    run = rows(text, "What was run")["curves"]
+    assert run[4] == "20s, cpu, 1 thread; 40g, cpu, 1 thread; 5s, cpu, 1 thread"
+    assert run[8] == "ksd 0 1, hf 0 1, hf-hessian 0 1, lbfgs ¶ 0, sgd 0, sgd ¶ 1, adam 0 1"
+    assert "¶ Run with another budget than the row's" in text.split("## What was run")[1]
+
+
+def test_a_budget_of_gradients(tmp_path: Path) -> None:
+    for label in ("ksd", "hf"):
+        points = [point(i, 9.0 - i) for i in range(5)]  # five gradients each
+        write(tmp_path, [header("curves", label, 0, budget="10g"), *points])
+    found = rows(table(tmp_path), "Training loss after equal budgets")["curves"]
+    assert found[1:4] == ["10 gradients", "7 §", "7 §"]
+
+
+def test_bold_is_decided_on_common_seeds(study: Path) -> None:
+    # Adam has the lower mean over its two seeds, but on the one that KSD has too, KSD is lower.
+    (study / "curves" / "ksd-seed0.jsonl").unlink()
     found = rows(table(study), "Training loss after equal budgets")
-    assert found["curves"][found["problem"].index("L-BFGS")] == "1.165"  # at 20 s of 40
+    curves = found["curves"]
+    assert curves[found["problem"].index("KSD")] == "**1.061**"
+    assert curves[found["problem"].index("Adam")] == "1.048 [1.022, 1.074]"
+    assert curves[-1] == "KSD, 1 of 1 seed"
+
+
+def test_settings_are_listed_and_mixed_ones_marked(study: Path) -> None:
+    settings = {"damping": 45.0, "curvature": "ggn", "fraction": None, "paper": False}
+    for seed, damping in enumerate((45.0, 1e-3)):
+        points = [point(i, 9.0 - 0.1 * i) for i in range(21)]
+        write(study, [header("curves", "hf", seed, settings={**settings, "damping": damping}), *points])
+    write(study, [header("curves", "cg", 0, settings={}), point(0, 9.0), point(1, 8.0)])
+    text = table(study)
+    run = rows(text, "What was run")["curves"]
+    assert run[9].split("; ") == [
+        "ksd krylov_dim=20",
+        "hf **mixed settings** (seed 0: damping=45 curvature=ggn) (seed 1: damping=0.001 curvature=ggn)",
+        "hf-hessian krylov_dim=20",
+        "cg –",
+        "adam krylov_dim=20",
+    ]
+    losses = rows(text, "Training loss after equal budgets")
+    assert losses["curves"][losses["problem"].index("HF")] == "7 § ◊"
+    assert "◊ Mixed settings" in text
 
 
 def test_table_of_nothing_says_not_run(tmp_path: Path) -> None:
@@ -104,3 +170,18 @@ def test_table_of_nothing_says_not_run(tmp_path: Path) -> None:
 def test_every_problem_has_a_row() -> None:
     problems = pytest.importorskip("experiments.problems")
     assert set(problems.PROBLEMS) == set(paper.PROBLEMS)
+
+
+def test_distance_from_the_papers_errors(study: Path) -> None:
+    points = [point(i, 8.0 * max(i, 0.5) ** -0.5) for i in range(21)]
+    write(study, [header("mnist-ae", "ksd", 0), *points, {"kind": "end", "reason": "budget"}])
+    found = rows(table(study), "How far from the paper's errors")
+    assert found["mnist-class"][1:4] == ["1.70 %", "1.25", "1 s"]
+    assert found["mnist-ae"][1:4] == ["2.5", "1.79", "11 s"]  # 8 / sqrt(11) = 2.41
+    assert found["curves"][3].count("≥") == 2
+    assert "starcraft" not in found
+    write(study, [header("mnist-ae", "hf", 0), *points[:5], {"kind": "end", "reason": "budget"}])
+    assert rows(table(study), "How far from the paper's errors")["mnist-ae"][4:6] == [
+        "4",
+        "≥ 10 s",
+    ]  # (8 / 2.5)² = 10.24
