@@ -29,20 +29,18 @@ def reach(run: Run, target: float) -> Reach | None:
     Beyond the run's end: error ∝ seconds^(−p), with p from where the budget was half spent to its end. Errors flatten
     sooner or later, so that such a time is a lower bound more than a forecast.
     """
-    best, fallen = math.inf, []
-    for point in run.points:
-        if math.isfinite(point.held_out_error):
-            best = min(best, point.held_out_error)
-            if best <= target:
-                return Reach(point.seconds, False, best)
-            fallen.append((point.seconds, best))
-    if not fallen:
+    valid = [(point.seconds, point.held_out_error) for point in run.points if math.isfinite(point.held_out_error)]
+    if not valid:
         return None
-    end, _ = fallen[-1]
-    half = next((time, error) for time, error in fallen if time >= end / 2)
-    if not 0 < half[0] < end or not best < half[1] or target <= 0:
+    best, end = min(error for _, error in valid), valid[-1][0]
+    reached = next((time for time, error in valid if error <= target), None)
+    if reached is not None:
+        return Reach(reached, False, best)
+    half = next(time for time, _ in valid if time >= end / 2)
+    then = min(error for time, error in valid if time <= half)
+    if not 0 < half < end or not best < then or target <= 0:
         return Reach(math.inf, True, best)
-    power = math.log(half[1] / best) / math.log(end / half[0])
+    power = math.log(then / best) / math.log(end / half)
     return Reach(end * (best / target) ** (1 / power), True, best)
 
 
