@@ -51,6 +51,8 @@ def duration(seconds: float) -> str:
         >>> duration(45), duration(400), duration(9000), duration(500000)
         ('45 s', '6.7 min', '2.5 h', '5.8 days')
     """
+    if seconds == math.inf:
+        return "no longer falls"
     for unit, size in (("days", 86400.0), ("h", 3600.0), ("min", 60.0)):
         if seconds >= 2 * size:
             return f"{seconds / size:.2g} {unit}"

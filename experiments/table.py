@@ -96,7 +96,7 @@ def _distance_table(grouped: _Grouped) -> str:
         cells = [name, f"{row.ksd_cv}{' %' if row.percent else ''}"]
         for label in _AIMED:
             runs = [r for run in found.get(label, []) if (r := reach(run, float(row.ksd_cv))) is not None]
-            times = [f"{'≥ ' * r.extrapolated}{duration(r.seconds)}" for r in runs]
+            times = [f"{'≥ ' * (r.extrapolated and r.seconds < math.inf)}{duration(r.seconds)}" for r in runs]
             cells += [spread([r.error for r in runs], digits=3), ", ".join(times)] if runs else [NOT_RUN, "–"]
         rows.append(cells)
     note = (
