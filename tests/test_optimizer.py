@@ -84,8 +84,6 @@ def test_resumed_run_is_bit_for_bit_the_uninterrupted_one(gradient_fraction: flo
     optimizer = KSD(second[0].model.parameters(), krylov_dim=5, seed=99)  # the state's seed wins
     optimizer.load_state_dict(state)
     got += run(second[0], optimizer, second[2], 15)
-    got[15]["sample_gradients"] -= 50 * 2 / 3  # a new optimizer judges the layer rules anew, on one micro-batch
-    assert got[15].pop("sample_gradients") == pytest.approx(expected[15].pop("sample_gradients"))
     assert got == expected
     for p, q in zip(whole[0].params, second[0].params, strict=True):
         assert torch.equal(p, q)
