@@ -31,6 +31,7 @@ class Row:
         hf_fraction: share of the samples that HF's curvature sees in half of its trials: Martens' 5,000 of CURVES and
             7,500 of MNIST, half of a data set too small for less. In the other half it is a twentieth, KSD's share.
         tuned_as: the row whose tuned settings serve this one.
+        recurrent: whether the loss is of a recurrent net, with less curvature at its start.
     """
 
     minutes: float
@@ -41,6 +42,7 @@ class Row:
     trial_samples: int | None = None
     hf_fraction: float = 0.125
     tuned_as: str | None = None
+    recurrent: bool = False
 
 
 #: In the order of importance.
@@ -51,8 +53,8 @@ ROWS: Mapping[str, Row] = {
     "starcraft": Row(1, 3, trial=10, hf_fraction=0.5),
     "spoken-digits": Row(15, 1, HESSIANS, trial=45, trial_samples=10_000),
     "curves5": Row(5, 1, hf_fraction=0.25, tuned_as="curves"),
-    "adding-50": Row(2, 3, trial=24, hf_fraction=0.25),
-    "order-50": Row(2, 3, trial=24, hf_fraction=0.25),
+    "adding-50": Row(2, 3, trial=24, hf_fraction=0.25, recurrent=True),
+    "order-50": Row(2, 3, trial=24, hf_fraction=0.25, recurrent=True),
     "adding-100": Row(2, 3, hf_fraction=0.25, tuned_as="adding-50"),
     "order-100": Row(2, 3, hf_fraction=0.25, tuned_as="order-50"),
     "mnist-pretrained": Row(10, 1, tuned_as="mnist-class"),
@@ -69,7 +71,9 @@ def grid(problem: str, method: str) -> list[dict[str, Any]]:
     if method == "ksd":
         return _product(krylov_dim=(20, 40, 80) if full else (20, 40), floor=(1e-2, 1e-4))
     if method == "hf":
-        dampings = (1.0, 10.0, 45.0, 150.0) if problem in _SUMS else (0.01, 0.1, 1.0)
+        dampings = (1.0, 10.0, 45.0, 150.0) if problem in _SUMS else (0.1, 1.0, 10.0, 45.0)
+        if ROWS[problem].recurrent:
+            dampings = (0.01, 0.1, 1.0, 10.0)
         return _product(damping=dampings, fraction=(ROWS[problem].hf_fraction, 0.05))
     if method == "adam":
         return _product(lr=(3e-4, 1e-3, 3e-3), batch=(50, 200) if full else (200,))

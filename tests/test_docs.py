@@ -69,3 +69,13 @@ def test_paper_map_names_what_exists() -> None:
     for name in re.findall(r"`(_?[A-Za-z]+(?:_[a-z]+)*(?:\.\w+)?)`", text):
         if not name.endswith(".py") and name not in ("PAPER", "weight_decay"):
             assert re.search(rf"(def|class) {re.escape(name.split('.')[-1])}\b", source), name
+
+
+def test_the_tables_of_the_experiments_are_those_of_the_results() -> None:
+    """``python -m experiments table --into docs/experiments.md`` was run after the last change of results."""
+    from experiments.__main__ import MARKS
+    from experiments.table import table
+
+    page = (ROOT / "docs" / "experiments.md").read_text()
+    inside = page.partition(MARKS[0])[2].partition(MARKS[1])[0]
+    assert inside.strip() == table(ROOT / "results").strip()
