@@ -63,8 +63,8 @@ class _Progress:
     reason: str | None = None  # why it is to end, if it is
 
 
-Watch = Callable[[dict[str, Any], float], None]
-"""Called with every point and with the share of the budget that is spent."""
+Watch = Callable[[dict[str, Any] | None, float], None]
+"""Called after every advance with the share of the budget that is spent, and with the point where there is one."""
 
 
 def run(problem: Problem, config: RunConfig, results: Path, watch: Watch | None = None) -> Path:
@@ -119,6 +119,7 @@ class _Run:
             self._progress.seconds += clock() - began
             self._progress.sample_gradients += advance.sample_gradients
             self._progress.step += 1
+            self._watch(None, min(self._spent() / amount, 1.0))
             over = self._spent() >= amount
             if over or advance.stuck or self._spent() >= self._progress.due:
                 reason = self._evaluate(advance.report)

@@ -17,19 +17,21 @@ _SHOWN = ("loss", "error", "held_out_loss", "held_out_error")
 
 @contextmanager
 def watching(title: str, budget: Budget, *, quiet: bool, tensorboard: Path | None) -> Iterator[Watch]:
-    """What the loop calls at every point."""
+    """What the loop calls after every advance, and at every point."""
     writer = _writer(tensorboard) if tensorboard else None
     unit = "s" if budget.unit == "seconds" else "gradients"
     layout = "{l_bar}{bar}| {n:.0f}/{total:g} {unit} {postfix}"
-    with tqdm(total=budget.amount, desc=title, unit=unit, bar_format=layout, disable=quiet, mininterval=0) as bar:
+    with tqdm(total=budget.amount, desc=title, unit=unit, bar_format=layout, disable=quiet) as bar:
 
-        def watch(point: dict[str, Any], share: float) -> None:
+        def watch(point: dict[str, Any] | None, share: float) -> None:
+            bar.update(share * budget.amount - bar.n)
+            if point is None:
+                return
             bar.set_postfix_str(
                 f"step {point['step']}, loss {point['loss']:.5g}, error {point['error']:.4g}, "
                 f"held-out {point['held_out_error']:.4g}",
                 refresh=False,
             )
-            bar.n = share * budget.amount
             bar.refresh()
             if writer is not None:
                 for name in _SHOWN:
