@@ -69,6 +69,8 @@ def grid(problem: str, method: str) -> list[dict[str, Any]]:
     """The settings that a method is tried with; L-BFGS and CG have nothing to tune."""
     full = problem == "curves"
     if method == "ksd":
+        if ROWS[problem].hf_fraction == 0.5:  # so little data that 1/K of it is a handful
+            return _product(krylov_dim=(20, 40), floor=(1e-2, 1e-4), fraction=(0.05, 0.5))
         return _product(krylov_dim=(20, 40, 80) if full else (20, 40), floor=(1e-2, 1e-4))
     if method == "hf":
         dampings = (1.0, 10.0, 45.0, 150.0) if problem in _SUMS else (0.1, 1.0, 10.0, 45.0)
