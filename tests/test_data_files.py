@@ -66,10 +66,10 @@ def test_what_is_no_archive_is_refused(tmp_path: Path) -> None:
 def test_what_is_missing_is_named(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(FileNotFoundError, match=rf"\.npz is not in {tmp_path}\. .*(npm|recordings|replay)"):
         load_problem(name, tmp_path)
-    with pytest.raises(FileNotFoundError, match=r"\.npz is needed.*is not a directory"):
+    with pytest.raises(FileNotFoundError, match=r"\.npz is needed: the data directory .*nowhere is none: give --data"):
         load_problem(name, tmp_path / "nowhere")
     monkeypatch.delenv(data.VARIABLE, raising=False)
-    with pytest.raises(FileNotFoundError, match=rf"\.npz is needed.*set the environment variable {data.VARIABLE}"):
+    with pytest.raises(FileNotFoundError, match=rf"\.npz is needed: .*environment variable {data.VARIABLE}\. "):
         load_problem(name, None)
 
 
