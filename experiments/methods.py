@@ -57,15 +57,22 @@ class Method(Protocol):
 
 
 class _Stepping:
-    """An optimizer of this project: one step is one advance."""
+    """An optimizer of this project: one step is one advance.
+
+    A fraction of 1 is the full batch: A = B = C = everything, in one pass.
+    """
 
     def __init__(self, optimizer: Any, problem: Problem, model: nn.Module, seed: int, fraction: float | None) -> None:
         self._optimizer = optimizer
-        self._sets = Subsets(problem.train, batch_size=problem.batch_size, fraction=fraction, seed=seed)
-        self._closure = _closure(problem, model)
+        closure = _closure(problem, model)
+        if fraction == 1:
+            self._arguments: tuple[Any, ...] = (lambda: closure(problem.train),)
+        else:
+            sets = Subsets(problem.train, batch_size=problem.batch_size, fraction=fraction, seed=seed)
+            self._arguments = (closure, sets)
 
     def advance(self, progress: float) -> Advance:
-        report: StepReport = self._optimizer.step(self._closure, self._sets)
+        report: StepReport = self._optimizer.step(*self._arguments)
         return Advance(report.sample_gradients, report)
 
     def state_dict(self) -> dict[str, Any]:

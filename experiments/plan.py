@@ -29,7 +29,7 @@ class Row:
         trial_samples: training samples of a trial; None for all. Where a second-order step over all takes half a
             minute, trials on all of them would be over before they tell anything.
         hf_fraction: share of the samples that HF's curvature sees in half of its trials: Martens' 5,000 of CURVES and
-            7,500 of MNIST, half of a data set too small for less. In the other half it is a twentieth, KSD's share.
+            7,500 of MNIST, all of a data set too small for less. In the other half it is a twentieth, KSD's share.
         tuned_as: the row whose tuned settings serve this one.
         recurrent: whether the loss is of a recurrent net, with less curvature at its start.
     """
@@ -50,7 +50,7 @@ ROWS: Mapping[str, Row] = {
     "curves": Row(5, 3, (*HESSIANS, "cg", "ksd-paper"), trial=60, hf_trial=120, hf_fraction=0.25),
     "mnist-class": Row(10, 1, trial=45, trial_samples=10_000),
     "mnist-ae": Row(20, 1, trial=60, trial_samples=10_000),
-    "starcraft": Row(1, 3, trial=10, hf_fraction=0.5),
+    "starcraft": Row(1, 3, trial=10, hf_fraction=1.0),
     "spoken-digits": Row(15, 1, HESSIANS, trial=45, trial_samples=10_000),
     "curves5": Row(5, 1, hf_fraction=0.25, tuned_as="curves"),
     "adding-50": Row(2, 3, trial=24, hf_fraction=0.25, recurrent=True),
@@ -69,8 +69,8 @@ def grid(problem: str, method: str) -> list[dict[str, Any]]:
     """The settings that a method is tried with; L-BFGS and CG have nothing to tune."""
     full = problem == "curves"
     if method == "ksd":
-        if ROWS[problem].hf_fraction == 0.5:  # so little data that 1/K of it is a handful
-            return _product(krylov_dim=(20, 40), floor=(1e-2, 1e-4), fraction=(0.05, 0.5))
+        if ROWS[problem].hf_fraction == 1:  # so little data that 1/K of it is a handful
+            return _product(krylov_dim=(20, 40), floor=(1e-2, 1e-4), fraction=(0.05, 1.0))
         return _product(krylov_dim=(20, 40, 80) if full else (20, 40), floor=(1e-2, 1e-4))
     if method == "hf":
         dampings = (1.0, 10.0, 45.0, 150.0) if problem in _SUMS else (0.1, 1.0, 10.0, 45.0)

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 @dataclasses.dataclass(frozen=True)
 class KSDSettings:
-    """``fraction`` is the share of the samples in B and in C, 1/K unless given.
+    """``fraction`` is the share of the samples in B and in C: 1/K unless given, 1 for the full batch.
 
     ``paper`` takes ``PAPER`` for all that is not set here.
     """
@@ -24,7 +24,7 @@ class KSDSettings:
 
 @dataclasses.dataclass(frozen=True)
 class HessianFreeSettings:
-    """``damping`` is λ₀; ``fraction`` the share of the samples that curvature products see."""
+    """``damping`` is λ₀; ``fraction`` the share of the samples that curvature products see, 1 for all."""
 
     damping: float = 45.0
     curvature: Literal["ggn", "hessian"] = "ggn"
