@@ -179,6 +179,7 @@ def test_distance_from_the_papers_errors(study: Path) -> None:
     assert found["mnist-class"][1:4] == ["1.70 %", "1.25", "1 s"]
     assert found["mnist-ae"][1:4] == ["2.5", "1.79", "11 s"]  # 8 / sqrt(11) = 2.41
     assert found["curves"][3].count("≥") == 2
+    assert found["curves"][7] == "not in this budget, not in this budget"
     assert "starcraft" not in found
     write(study, [header("mnist-ae", "hf", 0), *points[:5], {"kind": "end", "reason": "budget"}])
     assert rows(table(study), "How far from the paper's errors")["mnist-ae"][4:6] == [
