@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -84,6 +85,19 @@ def test_every_method_lowers_the_loss_and_counts_its_cost(method: str, tmp_path:
     assert costs == sorted(costs)
     if points[-1]["report"] is not None:
         assert points[-1]["report"]["sample_gradients"] > 0
+
+
+@pytest.mark.parametrize("method", ["ksd", "hf"])
+def test_a_fraction_of_one_is_the_full_batch(method: str, tmp_path: Path) -> None:
+    """Every step lowers the loss over everything, which steps on a quarter of it need not."""
+    lines = lines_of(run(small_problem(), config(method, "300g", fraction=1.0), tmp_path))
+    points = [line for line in lines if line["kind"] == "point"]
+    assert len(points) > 5
+    assert all(b["loss"] <= a["loss"] for a, b in itertools.pairwise(points))
+    for a, b in itertools.pairwise(points):
+        if b["step"] == a["step"] + 1:
+            assert b["report"]["search_loss_before"] == pytest.approx(a["loss"], rel=1e-4)
+            assert b["report"]["search_loss_after"] == pytest.approx(b["loss"], rel=1e-4)
 
 
 def test_one_mini_batch_costs_its_samples(tmp_path: Path) -> None:
