@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from experiments.__main__ import main
+from experiments.__main__ import Run, Study, main
 from experiments.budget import Budget
 from experiments.loop import RunConfig, evaluate, run
 from experiments.losses import class_entropy, misclassified
@@ -324,6 +324,11 @@ def test_the_command_line_shows_progress_is_interrupted_and_continues(tmp_path: 
     assert "loss" in done.stderr
     assert '"end"' in path.read_text().splitlines()[-1]
     assert path.read_text().splitlines()[: len(lines) - 1] == lines[:-1]
+
+
+def test_a_run_does_not_meet_those_of_the_study() -> None:
+    """The recorded runs are in every checkout: a plain ``run`` must not be refused because of them."""
+    assert Run("curves").results != Study().results
 
 
 def test_mistakes_end_with_a_sentence(tmp_path: Path) -> None:
