@@ -33,8 +33,8 @@ class Run:
     data: Path | None = None
     """Directory of the data sets; the environment variable KRYLOV_DESCENT_DATA unless given."""
     results: Path = Path("runs")
-    """Where the run is written, as <problem>/<label>-seed<seed>.jsonl with a checkpoint beside it; table and figure read
-    it by the same option. The study's own runs are in results."""
+    """Where the run is written, as <problem>/<label>-seed<seed>.jsonl with a checkpoint beside it. The study's own runs
+    are in results."""
     label: str = ""
     """Name of the run; that of the optimizer unless given."""
     set: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
