@@ -34,7 +34,7 @@ class EverySign(FisherDiagonal):
 
 def diagonal(statistics: FisherDiagonal, objective: Objective, batches: list[Microbatch]) -> Tensor:
     losses, _ = objective.value_and_gradient(batches, statistics)
-    return statistics.diagonal(objective.total_weight(losses.weights), objective.comm)
+    return statistics.diagonal(losses.total_weight, objective.comm)
 
 
 def dense_diagonal(problem: Problem) -> Tensor:

@@ -34,6 +34,29 @@ def quadratic_at(minimum: Tensor, bad: Callable[[Tensor], bool]) -> Callable[[Te
     return evaluate
 
 
+class PlainWalk:
+    """Lines of a function of d, evaluated anew at every point."""
+
+    def __init__(self, evaluate: Callable[[Tensor], tuple[float, Tensor]], n: int) -> None:
+        self.evaluate, self.origin, self.alpha, self.p = evaluate, torch.zeros(n, dtype=F64), 0.0, torch.zeros(n)
+
+    def at_origin(self) -> tuple[float, Tensor]:
+        return self.evaluate(self.origin)
+
+    def begin(self, p: Tensor, *, moved: bool) -> None:
+        if moved:
+            self.origin = self.origin + self.alpha * self.p
+        self.p = p
+
+    def at(self, alpha: float) -> tuple[float, float]:
+        self.alpha = alpha
+        f, self.g = self.evaluate(self.origin + alpha * self.p)
+        return f, float(self.g @ self.p)
+
+    def gradient(self) -> Tensor:
+        return self.g
+
+
 @pytest.mark.parametrize("start", [None, [0.9, -0.9], [50.0, 0.0], [-5.0, 5.0]])
 def test_a_starting_point_is_used_only_if_it_is_better(start: list[float] | None) -> None:
     """[50, 0] is higher than the point of rest and [-5, 5] is not finite."""
@@ -46,7 +69,9 @@ def test_a_starting_point_is_used_only_if_it_is_better(start: list[float] | None
         calls.append(d.clone())
         return quadratic_at(minimum, lambda d: float(d[0]) < -2)(d)
 
-    found = search_subspace(evaluate, Subspace(Rows.of(V), H, 2, 0.0, offered), Search(), 1e-15, SingleProcess())
+    found = search_subspace(
+        PlainWalk(evaluate, 2), Subspace(Rows.of(V), H, 2, 0.0, offered), Search(), 1e-15, SingleProcess()
+    )
     assert found.before == 2.0
     assert found.after < 1e-12
     assert found.d is not None
@@ -62,7 +87,7 @@ def test_only_nan_around() -> None:
         Rows.of(torch.eye(2, dtype=F64)), torch.eye(2, dtype=F64), 2, 0.0, torch.tensor([2.0, 0.0], dtype=F64)
     )
     evaluate = quadratic_at(torch.ones(2, dtype=F64), lambda d: bool(d.any()))
-    found = search_subspace(evaluate, subspace, Search(), 1e-15, SingleProcess())
+    found = search_subspace(PlainWalk(evaluate, 2), subspace, Search(), 1e-15, SingleProcess())
     assert found.d is None
     assert found.after == found.before == 2.0
     assert found.stop_reason in (StopReason.NON_FINITE, StopReason.NOISE)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from krylov_descent.objective import BatchLosses, Objective, relative_noise
 from krylov_descent.sets import StepSets
+from krylov_descent.stepping import restoring
 
 
 def better_before(
@@ -30,7 +31,7 @@ def better_before(
         objective: f, with its parameters at the point after the step.
         draw: the sets of this step.
         losses: f on A there; None if it or its gradient is not finite.
-        earlier: the point before the step [P].
+        earlier: the point before the step, this rank's part [P_local].
         earlier_loss: f on A there, when that step was taken.
     """
     rounding = relative_noise(objective.parameters.params[0].dtype) * abs(earlier_loss)
@@ -40,12 +41,10 @@ def better_before(
     # the loss itself (its weights, a weight decay) since the last step.
     batches = draw.a if draw.covers_all else draw.a_in_parts
     after = losses if losses is None or draw.covers_all else objective.value(batches)
-    theta = objective.parameters.read()
-    try:
-        objective.parameters.write(earlier)
+    with restoring(objective) as theta:
+        objective.move_to(earlier)
         before = objective.value(batches)
-    finally:
-        objective.parameters.write(theta)
+        objective.move_to(theta)
     if not math.isfinite(before.mean):
         return None
     if after is None:
@@ -56,11 +55,14 @@ def better_before(
 
 def _standard_error(before: BatchLosses, after: BatchLosses, objective: Objective) -> float:
     """Of the mean of d_b, from its scatter."""
-    sums = torch.zeros(6, dtype=torch.float64, device="cpu")  # Σ 1, w, wd, w², w²d, w²d²
-    for w, old, new in zip(before.weights, before.losses, after.losses, strict=True):
+    # Σ 1, w, wd, w², w²d, w²d²
+    sums = torch.zeros(objective.comm.shares, 6, dtype=torch.float64, device="cpu")
+    for share, w, old, new in zip(before.shares, before.weights, before.losses, after.losses, strict=True):
         if w > 0:
             d = new - old
-            sums += torch.tensor([1, w, w * d, w * w, w * w * d, (w * d) ** 2], dtype=torch.float64, device="cpu")
+            sums[share] += torch.tensor(
+                [1, w, w * d, w * w, w * w * d, (w * d) ** 2], dtype=torch.float64, device="cpu"
+            )
     m, W, wd, ww, wwd, wwdd = (float(x) for x in objective.comm.sum(sums))
     if m < 2:
         return math.inf  # one part has no scatter: nothing can be told

@@ -26,8 +26,8 @@ class ClosureOptimizer(Optimizer):
     #: Attributes that a copy takes along, beside torch's own.
     _KEPT: ClassVar[tuple[str, ...]] = ()
 
-    def __init__(self, params: ParamsT, weight_decay: float) -> None:
-        self._comm: Comm = SingleProcess()
+    def __init__(self, params: ParamsT, weight_decay: float, comm: Comm | None = None) -> None:
+        self._comm: Comm = SingleProcess() if comm is None else comm
         super().__init__(params, {"lr": 1.0, "weight_decay": weight_decay})
         check_uniform([p for group in self.param_groups for p in group["params"] if p.requires_grad])
 

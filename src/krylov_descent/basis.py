@@ -2,7 +2,7 @@
 
 Letters: g [P] gradient, D preconditioner, H curvature, d_prev [P] previous step, K Krylov dimension,
 V [m, P] orthonormal rows (m ≤ K+1), H̄ = V H Vᵀ [m, m]. P stands for this rank's part of the parameters;
-``comm.sum`` completes inner products. Takes callables, knows nothing of models.
+``inner`` completes inner products. Takes callables, knows nothing of models.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from krylov_descent.distributed import Comm
+from krylov_descent.distributed import Comm, inner
 from krylov_descent.rows import Rows
 
 
@@ -115,8 +115,8 @@ class _Basis:
             return False
         x = V.begin(u).div_(size)
         if V.m:  # lines 10-13, twice
-            c = self._comm.sum(V.dots(x))
-            c = self._comm.sum(V.sweep(c, x))
+            c = inner(self._comm, len(x), lambda piece: V.dots(x, piece))
+            c = inner(self._comm, len(x), lambda piece, c=c: V.sweep(c, x, piece))  # type: ignore[misc]
             V.subtract(c, x)
         left = length(x, self._comm)
         if not left > drop:
@@ -130,7 +130,9 @@ class _Basis:
         k = self.V.m
         w = self._product(self._staged)  # line 4
         self.V.m = k + 1
-        h = self._comm.sum(self.V.dots(w)).to("cpu", torch.float64)  # line 11, all j at once
+        h = inner(self._comm, len(w), lambda piece: self.V.dots(w, piece)).to(
+            "cpu", torch.float64
+        )  # line 11, all j at once
         if not bool(h.isfinite().all()) or not math.isfinite(length(w, self._comm)):
             self._finite = False
             self.V.m = k
@@ -142,7 +144,7 @@ class _Basis:
     def subspace(self, krylov_dim: int) -> Subspace:
         """What was built, with its orthogonality measured."""
         m = self.V.m
-        gram = self._comm.sum(self.V.gram()).to("cpu", torch.float64)
+        gram = inner(self._comm, len(self._staged), self.V.gram).to("cpu", torch.float64)
         error = float((gram - torch.eye(m, dtype=torch.float64, device="cpu")).abs().max())
         return Subspace(self.V, self.H[:m, :m].clone(), krylov_dim, error, finite=self._finite)
 
@@ -156,11 +158,11 @@ def length(x: Tensor, comm: Comm) -> float:
         5e+300
     """
     info = torch.finfo(x.dtype)
-    square = float(comm.sum(x @ x))
+    square = float(inner(comm, len(x), lambda piece: x[piece] @ x[piece]))
     if info.tiny / info.eps**2 < square < math.inf:
         return math.sqrt(square)
     # Squares that overflow or vanish: the largest element first. Slow, and rare.
     size = float(comm.max(torch.linalg.vector_norm(x, torch.inf)))
     if not 0 < size < math.inf:
         return size
-    return size * math.sqrt(float(comm.sum((x / size).square().sum())))
+    return size * math.sqrt(float(inner(comm, len(x), lambda piece: (x[piece] / size).square().sum())))

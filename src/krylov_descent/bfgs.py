@@ -30,20 +30,13 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from krylov_descent.report import StopReason
+from krylov_descent.wolfe import SHRINK, Lines, Phi, Point, line_search
 
-_C1, _C2 = 1e-4, 0.9  # sufficient decrease and curvature: N&W section 3.1, their values for quasi-Newton
-_EXPANSION = 10.0  # most that a trial exceeds the last by: Moré & Thuente's 4, raised to leave saddles sooner
-_RETREAT = 0.1  # fraction of the way to a trial that was not finite: how far is too far is not known
-_SHRINK = 1e-4  # least first trial, and least part of the first bracket: Rosenbrock from its start takes 1e-3
-_INSIDE, _OUTSIDE = 0.05, 0.9  # later trials keep this far from either end of their bracket
-_PROGRESS = 0.66  # a bracket shrinks so much in two trials or is bisected: Moré & Thuente 1994
-_TRIALS = 20  # per search, once it is bracketed: N&W section 3.5 say ten, but retreats from NaN count here
 _PATIENCE = 4  # iterations without a decrease above the noise: at 2, slow problems end 50 noise levels high
 
 
@@ -58,104 +51,22 @@ class BFGSResult:
     stop_reason: StopReason
 
 
-class _Point(NamedTuple):
-    """A finite evaluation at ``alpha`` along the direction of the search."""
+class _Along:
+    """Lines of a function x → (f, g)."""
 
-    alpha: float
-    f: float
-    slope: float
-    x: Tensor
-    g: Tensor
+    def __init__(self, fun: Callable[[Tensor], tuple[float, Tensor]]) -> None:
+        self._fun = fun
 
+    def begin(self, x: Tensor, p: Tensor) -> None:
+        self._x, self._p = x, p
 
-class _Objective:
-    """Counts the calls of ``fun``, keeps the best point, and answers None where it is not finite."""
+    def at(self, alpha: float) -> tuple[float, float]:
+        f, g = self._fun(self._x + alpha * self._p)
+        self._g = g.detach().to(torch.float64, copy=True)  # a copy: the caller may reuse its buffer
+        return float(f), float(self._g @ self._p)
 
-    def __init__(self, fun: Callable[[Tensor], tuple[float, Tensor]], x: Tensor, cap: int) -> None:
-        self.fun, self.cap, self.x, self.f = fun, cap, x, math.inf
-        self.calls = self.broken = self.finite = 0
-
-    @property
-    def spent(self) -> bool:
-        return self.calls >= self.cap
-
-    def __call__(self, x: Tensor, alpha: float, p: Tensor) -> _Point | None:
-        self.calls += 1
-        return self.take(x, alpha, p, *self.fun(x))
-
-    def take(self, x: Tensor, alpha: float, p: Tensor, f: float, g: Tensor) -> _Point | None:
-        g = g.detach().to(torch.float64, copy=True)  # a copy: the caller may reuse its buffer
-        point = _Point(alpha, float(f), float(g @ p), x, g)
-        if not (math.isfinite(point.f) and math.isfinite(point.slope) and bool(g.isfinite().all())):
-            self.broken += 1
-            return None
-        self.finite += 1
-        if point.f < self.f:
-            self.x, self.f = x, point.f
-        return point
-
-
-def _minimiser(a: _Point, b: _Point, noise: float) -> float:
-    """Where a model through both points has its minimum, of a's side if b overshot; NaN if nowhere."""
-    width = b.alpha - a.alpha
-    bend = (b.slope - a.slope) * width
-    excess = b.f - a.f - a.slope * width
-    if b.f > a.f and a.slope * width < 0 and bend > 2 * excess > 0:
-        # f(a) + slope t + q t^k with k = bend / excess > 2; at k = 2 it would be the secant.
-        return a.alpha + width * math.pow(-a.slope * width / bend, 1 / (bend / excess - 1))
-    if abs(b.f - a.f) <= noise:  # the cubic would fit the rounding of f; the secant needs slopes only
-        return a.alpha - a.slope * width * width / bend if bend != 0 else math.nan
-    d1 = a.slope + b.slope - 3 * (b.f - a.f) / width  # the cubic of N&W 3.59
-    square = d1 * d1 - a.slope * b.slope
-    if not square >= 0:
-        return math.nan
-    d2 = math.copysign(math.sqrt(square), width)
-    bottom = b.slope - a.slope + 2 * d2
-    return b.alpha - width * (b.slope + d2 - d1) / bottom if bottom != 0 else math.nan
-
-
-def _line_search(phi: _Objective, start: _Point, p: Tensor, alpha: float, noise: float) -> _Point | None:
-    """Find an accepted point along p, or failing that one measurably below the start, or None.
-
-    ``low`` is the better end of the bracket, its slope falling to where the minimum is; ``high`` is the other
-    end; ``wall`` the nearest step beyond ``low`` that was not finite; ``noise`` is absolute here.
-    """
-    low, high, wall, trials = start, None, math.inf, 0
-    widths = [math.inf, math.inf]
-    while not phi.spent and (trials < _TRIALS or (high is None and wall == math.inf)):
-        trials += 1
-        x, before = start.x + alpha * p, low
-        if torch.equal(x, low.x) or alpha == math.inf:
-            break
-        point = phi(x, alpha, p)
-        if point is None:
-            high, wall = None, alpha
-        else:
-            decreased = point.f <= start.f + _C1 * alpha * start.slope
-            level = point.f <= start.f + noise and point.slope <= (2 * _C1 - 1) * start.slope
-            if (decreased or level) and point.slope >= _C2 * start.slope:
-                return point
-            if not (decreased or level) or point.f > low.f + noise:
-                high = point
-            else:
-                low, high = point, low if point.slope * (alpha - low.alpha) >= 0 else high
-        if high is None and wall == math.inf:  # still falling steeply: go outward, fast if the slope steepens
-            model, far = _minimiser(before, low, noise), _EXPANSION * low.alpha
-            alpha = min(max(model, 2 * low.alpha), far) if model > low.alpha else far
-            continue
-        width = (wall if high is None else high.alpha) - low.alpha
-        if abs(width) * -start.slope <= 0.1 * noise or abs(width) <= 1e-12 * max(low.alpha, alpha):
-            break  # no point of this bracket can be told from its ends
-        if high is None:
-            alpha = low.alpha + (_RETREAT if point is None else 0.5) * width
-            continue
-        t = (_minimiser(low, high, noise) - low.alpha) / width
-        if math.isnan(t) or abs(width) > _PROGRESS * widths[-2]:
-            # The ends may be decades apart, so their middle is the geometric mean where there is one.
-            t = (math.sqrt(low.alpha * high.alpha) - low.alpha) / width if low.alpha * high.alpha > 0 else 0.5
-        widths.append(abs(width))
-        alpha = low.alpha + min(max(t, _SHRINK if low is start else _INSIDE), _OUTSIDE) * width
-    return low if low.f < start.f - noise else None
+    def gradient(self) -> Tensor:
+        return self._g
 
 
 def bfgs(
@@ -193,24 +104,50 @@ def bfgs(
     """
     if start is None and max_evaluations < 1:
         raise ValueError("max_evaluations must be at least 1 where start is not given")
+    first = int(start is None)
+    result = bfgs_on_lines(
+        _Along(fun),
+        x0,
+        fun(x0) if start is None else start,
+        max_iterations=max_iterations,
+        max_evaluations=max_evaluations - first,
+        tolerance=tolerance,
+        noise=noise,
+    )
+    return dataclasses.replace(result, evaluations=result.evaluations + first)
+
+
+def bfgs_on_lines(
+    lines: Lines,
+    x0: Tensor,
+    start: tuple[float, Tensor],
+    *,
+    max_iterations: int,
+    max_evaluations: int,
+    tolerance: float,
+    noise: float,
+) -> BFGSResult:
+    """As ``bfgs``, of a function that is known along lines, and at ``x0`` by ``start``."""
     x0 = x0.detach().to(torch.float64, copy=True)
-    identity, phi = torch.eye(x0.numel(), dtype=torch.float64, device=x0.device), _Objective(fun, x0, max_evaluations)
-    if start is None:
-        phi.calls, start = 1, fun(x0)
-    here = phi.take(x0, 0.0, torch.zeros_like(x0), *start)
-    if here is None:
-        return BFGSResult(x0, float(start[0]), 0, phi.calls, StopReason.NON_FINITE)
+    g = start[1].detach().to(torch.float64, copy=True)
+    identity, phi = (
+        torch.eye(x0.numel(), dtype=torch.float64, device=x0.device),
+        Phi(lines, x0, float(start[0]), max_evaluations),
+    )
+    if not (math.isfinite(start[0]) and bool(g.isfinite().all())):
+        return BFGSResult(x0, float(start[0]), 0, 0, StopReason.NON_FINITE)
+    here = Point(0.0, float(start[0]), 0.0, x0)
     H, fresh = identity, True  # fresh: H is I
     modelled = True  # the last step met positive curvature, so that H says something of what lies ahead
     flattest = 0.0  # the greatest sᵀs / sᵀy met: the inverse of the least curvature
     reference, idle = here.f, 0  # the value at the last measurable decrease, and the iterations since
     decrease, iterations = math.inf, 0  # what the last step gained, and the steps so far
     while True:
-        p = -(H @ here.g)
-        slope = float(here.g @ p)
+        p = -(H @ g)
+        slope = float(g @ p)
         blur = noise * abs(here.f)
-        possible = 0.5 * max(-slope, float(here.g @ here.g) * flattest)
-        if not bool(here.g.any()) or (modelled and 0 <= -0.5 * slope <= tolerance * abs(here.f)):
+        possible = 0.5 * max(-slope, float(g @ g) * flattest)
+        if not bool(g.any()) or (modelled and 0 <= -0.5 * slope <= tolerance * abs(here.f)):
             reason = StopReason.CONVERGED
         elif (modelled and possible <= blur) or idle >= _PATIENCE or (fresh and not slope < 0):
             reason = StopReason.NOISE
@@ -222,13 +159,14 @@ def bfgs(
             H, fresh = identity, True
             continue
         else:
-            first = min(1.0, max(_SHRINK, 1.01 * 2 * max(decrease, blur) / -slope))  # N&W 3.60
-            point = _line_search(phi, here._replace(alpha=0.0, slope=slope), p, first, blur)
-            if point is not None:
+            first = min(1.0, max(SHRINK, 1.01 * 2 * max(decrease, blur) / -slope))  # N&W 3.60
+            found = line_search(phi, here._replace(alpha=0.0, slope=slope), p, first, blur)
+            if found is not None:
+                point, g_new = found
                 iterations += 1
                 decrease = here.f - point.f
                 reference, idle = (point.f, 0) if point.f < reference - blur else (reference, idle + 1)
-                s, y = point.x - here.x, point.g - here.g
+                s, y = point.x - here.x, g_new - g
                 sy, ss = float(s @ y), float(s @ s)
                 modelled = sy > math.sqrt(noise * ss * float(y @ y))  # else rounding: Dennis & Schnabel A9.4.1
                 if modelled:
@@ -236,12 +174,12 @@ def bfgs(
                     Hy, fresh = H @ y, False
                     cross = torch.outer(s, Hy)  # N&W 6.17, multiplied out
                     H = H - (cross + cross.T) / sy + torch.outer(s, s) * ((1 + float(y @ Hy) / sy) / sy)
-                here = point
+                here, g = point, g_new
                 continue
             if not (fresh or phi.spent):
                 H, fresh, idle = identity, True, idle + 1
                 continue
             reason = StopReason.MAX_EVALUATIONS if phi.spent else StopReason.NOISE
-        if phi.broken and phi.finite == 1:
+        if phi.broken and phi.finite == 0:
             reason = StopReason.NON_FINITE
         return BFGSResult(phi.x, phi.f, iterations, phi.calls, reason)

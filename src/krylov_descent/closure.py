@@ -32,6 +32,8 @@ class Evaluation:
         samples: the number of samples.
         aligned: row i of every output belongs to sample i (with sets); otherwise each row of each output
             is a sample of its own.
+        share: which of this rank's shares the samples belong to.
+        position: of its first sample in the set.
     """
 
     loss: Tensor
@@ -39,6 +41,8 @@ class Evaluation:
     weight: float
     samples: int
     aligned: bool
+    share: int = 0
+    position: int = 0
 
 
 def evaluate(closure: BatchClosure, batch: Microbatch) -> Evaluation:
@@ -67,7 +71,9 @@ def evaluate(closure: BatchClosure, batch: Microbatch) -> Evaluation:
     if samples is None:
         samples = max(1, sum(_rows(z) for z in outputs))
     weight = _read_weight(returned[2]) if len(returned) == 3 else float(samples)
-    return Evaluation(loss.reshape(()), outputs, weight, samples, aligned=batch.samples is not None)
+    return Evaluation(
+        loss.reshape(()), outputs, weight, samples, batch.samples is not None, batch.share, batch.position
+    )
 
 
 def require_outputs(evaluation: Evaluation, why: str) -> None:

@@ -16,9 +16,10 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from krylov_descent.closure import Evaluation, require_dense, require_outputs
 from krylov_descent.data import Microbatch
+from krylov_descent.distributed import together
 from krylov_descent.objective import FORWARD, PROBE, Objective
-from krylov_descent.parameters import WeightedSum
 from krylov_descent.sets import StepSets
+from krylov_descent.sums import WeightedSum
 
 
 class _Seen:
@@ -71,8 +72,15 @@ def check_consistency(objective: Objective, draw: StepSets, *, curvature_of_outp
     Raises:
         ValueError: naming the likely cause and the remedy.
     """
+    together(objective.comm, lambda: _check(objective, draw, curvature_of_outputs))
+
+
+def _check(objective: Objective, draw: StepSets, curvature_of_outputs: bool) -> None:
+    # All ranks look at the same samples.
     probe = draw.probe
-    batch = next(iter(draw.a)) if probe is None else probe[0]
+    batch = next(iter(draw.a), None) if probe is None else probe[0]
+    if batch is None:
+        return  # a rank without samples
     with _watching() as seen:
         first = objective.evaluate(batch)
         objective.sample_gradients += FORWARD * first.samples
@@ -148,7 +156,7 @@ def _warn_of_bypass(objective: Objective, evaluation: Evaluation) -> None:
             f"{bypass / whole:.0%} of the gradient (by norm) does not pass through the outputs that the closure "
             "returned, so that part of the loss has no curvature in the subspace. If a term of the loss was forgotten, "
             "return its outputs too; for L2 regularisation use KSD(weight_decay=...); or use curvature='hessian'.",
-            stacklevel=5,
+            stacklevel=7,
         )
 
 

@@ -23,6 +23,8 @@ class Microbatch:
     Attributes:
         data: what the closure is called with.
         samples: how many samples it holds; None if only the closure knows.
+        share: which of this rank's shares of the set it belongs to.
+        position: of its first sample in the set.
 
     Example:
         >>> import torch
@@ -33,6 +35,8 @@ class Microbatch:
 
     data: Any
     samples: int | None
+    share: int = 0
+    position: int = 0
 
 
 class Subsets:
@@ -45,6 +49,9 @@ class Subsets:
     Small data: without ``fraction`` and with N < 2K, a set of N/K would hold fewer than two samples, so A, B
     and C are then all of the samples. A given ``fraction`` is always honoured, with B and C disjoint, unless
     N = 1, when each set is the one sample.
+
+    With several ranks, the optimizer asks for its rank's share of the sets: as equal as can be, and together the same
+    sets as those of one process.
 
     Worker processes are started at the first use, kept for all later sets, and end when the Subsets and the
     draws taken from it are garbage-collected.
@@ -108,13 +115,23 @@ class Subsets:
     def __len__(self) -> int:
         return self._size
 
-    def draw(self, iteration: int, *, krylov_dim: int, search_growth: int = 0) -> Draw:
+    def draw(
+        self,
+        iteration: int,
+        *,
+        krylov_dim: int,
+        search_growth: int = 0,
+        shares: range = range(1),
+        of_shares: int = 1,
+    ) -> Draw:
         """Choose the sets of one step; nothing is loaded yet.
 
         Args:
             iteration: the number of the step: the same number gives the same sets.
             krylov_dim: K, the dimension of the subspace.
             search_growth: how often C was doubled; it never reaches into B.
+            shares: those that are wanted of each set, by number.
+            of_shares: into how many shares each set is cut.
 
         Returns:
             The sets, ready to be iterated.
@@ -133,7 +150,9 @@ class Subsets:
         _require_integer("krylov_dim", krylov_dim, 1, "Pass the dimension of the subspace, for example 20.")
         _require_integer("search_growth", search_growth, 0, "Pass how often C was doubled.")
         n = self._size
-        cut = functools.partial(_SampleSet, population=n, batch_size=self._batch_size)
+        cut = functools.partial(
+            _SampleSet, population=n, batch_size=self._batch_size, shares=shares, of_shares=of_shares
+        )
         everything = cut(0, n, key=None)
         if n == 1 or (self._fraction is None and n < 2 * krylov_dim):
             return Draw(self._source, everything, everything, everything)
@@ -213,7 +232,8 @@ class Draw:
 
         Loaded at first use, each sample once: random augmentation cannot tell the halves from the whole.
         """
-        indices = self._a.indices(0)[:_PROBE_SAMPLES]
+        samples = min(_PROBE_SAMPLES, self._a.batch_size, self._a.size)
+        indices = self._a.indices(range(self._a.start, self._a.start + samples))
         half = len(indices) // 2
         if half == 0:
             return None
@@ -228,23 +248,30 @@ class Draw:
 
 @dataclasses.dataclass(frozen=True)
 class _SampleSet:
-    """Positions [start, stop) of the permutation of ``key``, or of the natural order, in fixed chunks."""
+    """Positions [start, stop) of the permutation of ``key``, or of the natural order; shares of it, cut in chunks."""
 
     start: int
     stop: int
     population: int
     batch_size: int
+    shares: range
+    of_shares: int
     key: tuple[int, int] | None
 
     @property
     def size(self) -> int:
         return self.stop - self.start
 
-    def positions(self, chunk: int) -> range:
-        return range(self.start, self.stop)[chunk * self.batch_size : (chunk + 1) * self.batch_size]
+    def chunks(self) -> list[tuple[int, range]]:
+        """(which of the wanted shares, positions) of each micro-batch: no share is larger than another by over one."""
+        positions = range(self.start, self.stop)
+        found = []
+        for number, share in enumerate(self.shares):
+            i, j = self.size * share // self.of_shares, self.size * (share + 1) // self.of_shares
+            found += [(number, positions[k : min(j, k + self.batch_size)]) for k in range(i, j, self.batch_size)]
+        return found
 
-    def indices(self, chunk: int) -> Indices:
-        positions = self.positions(chunk)
+    def indices(self, positions: range) -> Indices:
         if self.key is None:
             return positions
         return permute(torch.arange(positions.start, positions.stop, device="cpu"), self.population, *self.key)
@@ -259,12 +286,11 @@ class _Stream:
 
     def __iter__(self) -> Iterator[Microbatch]:
         sample_set = self.sample_set
-        # The cut is that of the set, so a process that shares it with others takes some of the same chunks.
-        chunks = range(-(-sample_set.size // sample_set.batch_size))
+        chunks = sample_set.chunks()
         # The function must not hold the source, which keeps it: workers found in a reference cycle end late.
-        batches = self.source.load(lambda chunk: (sample_set.indices(chunk),), chunks)
-        for chunk, (batch,) in zip(chunks, batches, strict=True):
-            yield Microbatch(batch, len(sample_set.positions(chunk)))
+        batches = self.source.load(lambda i: (sample_set.indices(chunks[i][1]),), range(len(chunks)))
+        for (share, positions), (batch,) in zip(chunks, batches, strict=True):
+            yield Microbatch(batch, len(positions), share, positions.start - sample_set.start)
 
 
 def _require_integer(name: str, value: object, least: int | None, remedy: str) -> None:

@@ -30,6 +30,7 @@ from krylov_descent.layer_rules import Scratch
 from krylov_descent.objective import PROBE, PassAgain
 from krylov_descent.parameters import ParameterVector
 from krylov_descent.rule_check import Call, Verdict, Witness, recorded_calls, right_and_wrong
+from krylov_descent.sums import VectorSums
 
 
 def _seed(key: Sequence[int]) -> int:
@@ -51,17 +52,17 @@ class FisherDiagonal:
         probes: int,
         key: Sequence[int],
         verdict: Verdict | None = None,
+        shares: int = 1,
     ) -> None:
         self._parameters = parameters
         self._floor = floor
         self._probes = probes
-        # Drawn on the CPU and keyed, so that a resumed run sees the same signs and no global state is consumed.
-        self._generator = torch.Generator("cpu").manual_seed(_seed(key))
-        # Checks draw from their own, as a resumed run repeats those that an uninterrupted one has behind it.
-        self._check_generator = torch.Generator("cpu").manual_seed(_seed((*key, 1)))
+        self._key = tuple(key)
+        self._start_generators(0)
         self._index = {id(p): i for i, p in enumerate(parameters.params)}
-        self._squares = parameters.zeros()  # Σ_b (w_b·unit)² Σᵢ (Jᵢᵀδᵢ)²
-        self._views = parameters.views(self._squares)
+        # Σ_b (w_b·unit)² Σᵢ (Jᵢᵀδᵢ)²
+        self._squares = VectorSums(parameters, shares)
+        self._views: Sequence[Tensor] = ()  # of the share at hand
         self._scratch = Scratch()
         self._unit: float | None = None
         self._samples = 0
@@ -88,6 +89,8 @@ class FisherDiagonal:
     def wanted(self, evaluation: Evaluation) -> Sequence[Tensor]:
         """∂loss/∂ of what has to be looked at after the backward pass; nothing if rules serve every parameter."""
         calls, self._calls = self._calls, []
+        self._views = self._parameters.views(self._squares.of(evaluation.share))
+        self._start_generators(evaluation.position)
         self._unjudged, self._witnesses, self._served = [], [], set()
         self._batches += 1
         # A closure changes its path between steps if at all, so few micro-batches of a pass need watching: 1, 4, 16, …
@@ -166,12 +169,21 @@ class FisherDiagonal:
         """Show ∂loss/∂ of each tensor when the backward pass has it. Hooks run in the order in which they are set."""
         self._handles += [x.register_hook(see) for x in tensors]  # type: ignore[no-untyped-call]
 
+    def _start_generators(self, position: int) -> None:
+        """Of one micro-batch: keyed, so that resumed runs and other ranks draw the same, without global state."""
+        self._generator = torch.Generator("cpu").manual_seed(_seed((*self._key, position)))
+        # Checks draw from their own, as a resumed run repeats those that an uninterrupted one has behind it.
+        self._check_generator = torch.Generator("cpu").manual_seed(_seed((*self._key, position, 1)))
+
     def _set_unit(self, weight: float, delta: Tensor) -> None:
-        """1 / |w_b ∂loss/∂z|, roughly: keeps squares of tiny or huge losses within the dtype; one for a whole pass."""
+        """1 / |w_b ∂loss/∂z|, roughly: keeps squares of tiny or huge losses within the dtype; one for a whole pass.
+
+        A power of two, so that it leaves no trace in rounding: ranks have units of their own.
+        """
         if self._unit is None and delta.numel():
             size = float(delta.abs().max()) * weight
             if 0 < size < math.inf:
-                self._unit = 1 / size
+                self._unit = math.ldexp(1.0, -math.frexp(size)[1])
 
     def _serve(self, call: Call, weight: float, delta: Tensor) -> None:
         """Add the squares of a call's trusted parameters, and note what the gradient must confirm."""
@@ -211,7 +223,7 @@ class FisherDiagonal:
             signs = [(torch.arange(len(s), device="cpu") % 2).mul_(-2).add_(1) for s in signs]
         pulled = self._pull_back(evaluation, dL_dz, signs, list(G), 1.0)
         s = signs[0] if evaluation.aligned else torch.cat(signs)
-        right, wrong = right_and_wrong(witnesses, pulled, s.to(self._squares), self._tolerance)
+        right, wrong = right_and_wrong(witnesses, pulled, s.to(self._views[0]), self._tolerance)
         confirmed, refuted = right_and_wrong(witnesses, G, None, self._tolerance)
         self.verdict.trusted |= right & confirmed
         self.verdict.judged |= (right & confirmed) | wrong | refuted
@@ -223,19 +235,32 @@ class FisherDiagonal:
 
     def diagonal(self, total_weight: float, comm: Comm) -> Tensor:
         """D before flooring: gᵢ = N (w_b/W) Jᵢᵀδᵢ, so that (1/N) Σᵢ gᵢ² = (N/W²) Σ_b w_b² Σᵢ (Jᵢᵀδᵢ)²."""
-        samples = float(comm.sum(torch.tensor(float(self._samples), dtype=torch.float64, device="cpu")))
-        return comm.reduce_scatter(self._squares) * (samples / (total_weight * (self._unit or 1.0)) ** 2)
+        samples = torch.zeros(comm.shares, dtype=torch.float64, device="cpu")
+        samples[0] = self._samples
+        squares, unit = self._summed(comm)
+        return squares * (float(comm.sum(samples)) / (total_weight * unit) ** 2)
 
     def solver(self, comm: Comm) -> Callable[[Tensor], Tensor] | None:
         """D⁻¹ up to a factor, which no Krylov subspace depends on: D is scaled to a maximum of one."""
-        if not self._available:
+        # A rank without samples has not seen what the closure returns.
+        if float(comm.max(torch.tensor(float(not self._available), device="cpu"))):
             return None
-        squares = comm.reduce_scatter(self._squares)
+        squares, _ = self._summed(comm)
         largest = float(comm.max(squares.max()))
         if not 0 < largest < float("inf"):
             return lambda w: w
         inverse = squares.div_(largest).clamp_(min=self._floor).reciprocal_()
         return lambda w: w * inverse
+
+    def _summed(self, comm: Comm) -> tuple[Tensor, float]:
+        """The squares over all ranks, this rank's part [P_local], and the unit that they are in."""
+        squares = self._squares.total()
+        self._views = ()
+        largest = torch.tensor(0.0 if self._unit is None else 1 / self._unit, dtype=torch.float64, device="cpu")
+        unit = 1 / (float(comm.max(largest)) or 1.0)
+        if self._unit not in (None, unit):
+            squares.mul_((unit / self._unit) ** 2)
+        return comm.reduce_scatter(squares), unit
 
     def _pull_back(
         self,

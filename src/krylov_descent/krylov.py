@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from krylov_descent.basis import Subspace, krylov_basis
@@ -47,9 +46,8 @@ class KrylovBuilder:
         if self._V is None or not self._V.holds(K + 1, g):
             self._V = None  # free the old one first
             self._V = Rows(K + 1, g, self.storage.dtype, self.storage.device)
-        out = g if len(g) == objective.parameters.numel else None
         need = self._need(objective)
-        product = CurvatureProduct(self.kind, objective, batches, None if need is None else need.for_graphs, out)
+        product = CurvatureProduct(self.kind, objective, batches, None if need is None else need.for_graphs, g)
         return krylov_basis(product, precondition, g, d_prev, K, self._V, objective.comm)
 
     def require_room(self, objective: Objective) -> None:
@@ -71,7 +69,7 @@ class KrylovBuilder:
             return
         # One micro-batch tells of all: what a graph holds grows with the samples.
         one = CurvatureProduct(self.kind, objective, batches[:1], memory_budget=_ANYTHING).kept_bytes
-        samples = [batch.samples or 1 for batch in batches]
+        samples = [batch.samples or 1 for batch in batches] or [1]
         need = replace(need, parts=len(batches), graphs=one * sum(samples) // samples[0])
         if warning := need.warning():
             warnings.warn(warning, stacklevel=4)
@@ -80,9 +78,9 @@ class KrylovBuilder:
         parameters = objective.parameters
         if self.memory_budget is None:
             return None
-        length = objective.comm.shard(torch.empty(parameters.numel, device="meta")).numel()
+        start, stop = objective.comm.bounds(parameters.numel)
         vectors = min(self.krylov_dim, parameters.numel) + 1
-        return Need(self.memory_budget, vectors, length, parameters.dtype, parameters.device, self.storage)
+        return Need(self.memory_budget, vectors, stop - start, parameters.dtype, parameters.device, self.storage)
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy of an optimizer needs no copy of its workspace.

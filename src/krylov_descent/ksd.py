@@ -1,6 +1,7 @@
 """Algorithm 3: one step of Krylov Subspace Descent, as a function of what is remembered from the last.
 
-Letters: θ [P], g gradient on A, D preconditioner on A, V and H̄ from B, d = V̄a* the step found on C.
+Letters: θ [P], g gradient on A, D preconditioner on A, V and H̄ from B, d = V̄a* the step found on C. Vectors here are
+this rank's parts [P_local]; every decision is taken on numbers that are the same on all ranks.
 
 Deviations from the paper:
 1. Acceptance (lines 3-4): the pass over A of the next step shows f(θ) at no cost. If the last step raised it, and a
@@ -23,12 +24,16 @@ from torch import Tensor
 from krylov_descent.acceptance import better_before
 from krylov_descent.basis import Subspace, length
 from krylov_descent.data import Microbatch
+from krylov_descent.distributed import Comm, RankError, together
 from krylov_descent.objective import BatchLosses, Objective, relative_noise
 from krylov_descent.precondition import Precondition, Preconditioner
 from krylov_descent.report import Settlement, StepReport, StopReason
 from krylov_descent.search import Found, Search, search_subspace
 from krylov_descent.sets import StepSets
-from krylov_descent.stepping import Clock, pass_with_statistics, require_finite, restoring
+from krylov_descent.stepping import Clock, pass_with_statistics, require_finite, restoring, together_still
+from krylov_descent.walk import Walk
+
+_PHASES = ("gradient", "basis", "search")
 
 
 class BasisBuilder(Protocol):
@@ -67,8 +72,8 @@ class Memory:
     Attributes:
         iteration: of the step to come, from 0.
         seed: of the sign probes.
-        d_prev: the last step [P], or None.
-        accepted: the point [P] from which it was taken, or None if there is nothing to go back to.
+        d_prev: the last step [P_local], or None.
+        accepted: the point [P_local] from which it was taken, or None if there is nothing to go back to.
         accepted_loss: f on A there.
         search_growth: how often C was doubled.
     """
@@ -95,23 +100,33 @@ def ksd_step(
     Raises:
         ValueError: f or its gradient on A is not finite and there is no earlier point to return to.
     """
-    parameters = objective.parameters
     clock = Clock()
+    try:
+        return _step(objective, draw_sets, memory, settings, clock)
+    except RankError as error:
+        raise error.during(next(phase for phase in _PHASES if phase not in clock.laps)) from error.__cause__
+
+
+def _step(
+    objective: Objective, draw_sets: Callable[[int], StepSets], memory: Memory, settings: Settings, clock: Clock
+) -> tuple[StepReport, Memory]:
+    sent = objective.comm.sent
     draw = draw_sets(memory.search_growth)  # line 3
     on_A = _pass_over_A(objective, draw, settings, memory, attempt=0)  # lines 4-5
     if not settings.rollback or _undoing(objective, draw, memory, on_A.losses, on_A.g) is None:
-        return _descend(objective, draw, on_A, memory, settings, clock, accepted=True)
+        return _descend(objective, draw, on_A, memory, settings, clock, sent, accepted=True)
     assert memory.accepted is not None
     assert memory.d_prev is not None
     del on_A  # its vectors are large
     try:
-        parameters.write(memory.accepted)
+        objective.move_to(memory.accepted)
         undone = _undone(memory)
         draw = draw_sets(undone.search_growth)
         on_A = _pass_over_A(objective, draw, settings, undone, attempt=1)
-        return _descend(objective, draw, on_A, undone, settings, clock, accepted=False)
-    except BaseException:
-        parameters.write(memory.accepted + memory.d_prev)  # where it was, bit for bit
+        return _descend(objective, draw, on_A, undone, settings, clock, sent, accepted=False)
+    except BaseException as error:
+        if together_still(objective.comm, error):
+            objective.move_to(memory.accepted + memory.d_prev)  # where it was, bit for bit
         raise
 
 
@@ -131,6 +146,7 @@ def _descend(
     memory: Memory,
     settings: Settings,
     clock: Clock,
+    sent: int,
     *,
     accepted: bool,
 ) -> tuple[StepReport, Memory]:
@@ -152,33 +168,30 @@ def _descend(
     # Compiled passes round otherwise: what the search compares comes from one of the two.
     known = (losses.mean, g) if draw.searches_all and objective.compiled is None else None
     if grad_norm > 0:
-        d_prev = None if memory.d_prev is None else comm.shard(memory.d_prev)
+        d_prev = memory.d_prev
         if d_prev is None and memory.iteration == 0 and settings.previous == "e1":  # line 1
             d_prev = comm.shard(torch.eye(1, parameters.numel, dtype=g.dtype, device=g.device)[0])
         if settings.previous is None:
             d_prev = None
         g = g.clone() if known else g  # the builder may write over it
+        together(comm, lambda: len(draw.b))  # load it
         subspace = settings.builder(objective, draw.b, on_A.precondition or _identity, g, d_prev)  # line 6
         if not subspace.finite:
             notes.append("A curvature product was not finite; the directions it concerns were left out.")
     g = on_A.g = on_A.precondition = None
     clock.lap("basis")
 
-    with restoring(parameters) as theta:
-
-        def evaluate(d: Tensor) -> tuple[float, Tensor]:
-            parameters.write(parameters.rounded(comm.all_gather(d)).add_(theta))
-            del d
-            at_d, gradient = objective.value_and_gradient(draw.c)
-            return at_d.mean, gradient
-
+    with restoring(objective) as theta:
         if subspace is None:
             found = Found(None, losses.mean, losses.mean, 0, 0, StopReason.ZERO_GRADIENT)
         else:
+            together(comm, lambda: len(draw.c))  # load it
             noise = relative_noise(parameters.params[0].dtype)
-            found = search_subspace(evaluate, subspace, settings.search, noise, comm, known)  # lines 7-12
-        d = None if found.d is None else parameters.rounded(comm.all_gather(found.d))
-        parameters.write(theta if d is None else theta + d)  # line 13
+            found = search_subspace(
+                Walk(objective, draw.c, theta), subspace, settings.search, noise, comm, known
+            )  # lines 7-12
+        d = None if found.d is None else parameters.rounded(found.d)
+        objective.move_to(theta if d is None else theta + d)  # line 13
     clock.lap("search")
 
     report = StepReport(
@@ -194,11 +207,12 @@ def _descend(
         stop_reason=found.stop_reason,
         accepted=accepted,
         seconds=clock.laps,
-        sample_gradients=objective.sample_gradients,
+        sample_gradients=_over_ranks(objective.sample_gradients, comm),
         orthogonality_error=0.0 if subspace is None else subspace.orthogonality_error,
         set_sizes=draw.sizes,
         preconditioner=name,
         notes=tuple(notes),
+        bytes_sent=comm.sent - sent,
     )
     # Where A is what was searched, the step cannot have raised it: nothing to go back to.
     keep = settings.rollback and d is not None and not draw.searches_all
@@ -218,7 +232,7 @@ def settle(objective: Objective, draw: StepSets, memory: Memory) -> tuple[Settle
     if earlier is None:
         return Settlement(losses.mean, accepted=True), memory
     assert memory.accepted is not None
-    objective.parameters.write(memory.accepted)
+    objective.move_to(memory.accepted)
     return Settlement(earlier, accepted=False), _undone(memory)
 
 
@@ -228,7 +242,9 @@ def _undoing(
     """f on A before the last step, if that step is to be undone."""
     if memory.accepted is None or memory.d_prev is None:
         return None
-    if not objective.parameters.are_at(memory.accepted, memory.d_prev):
+    theta = objective.parameters.rounded(memory.accepted + memory.d_prev)
+    elsewhere = not torch.equal(objective.point(), theta)
+    if float(objective.comm.max(torch.tensor(float(elsewhere), device="cpu"))):
         return None  # edited since the last step: its outcome is not ours to judge
     finite = math.isfinite(losses.mean) and (g is None or math.isfinite(length(g, objective.comm)))
     return better_before(objective, draw, losses if finite else None, memory.accepted, memory.accepted_loss)
@@ -250,6 +266,12 @@ def _pass_over_A(objective: Objective, draw: StepSets, settings: Settings, memor
 
 def _name(preconditioner: Preconditioner | None) -> str:
     return str(getattr(preconditioner, "name", type(preconditioner).__name__.lower()))
+
+
+def _over_ranks(x: float, comm: Comm) -> float:
+    shares = torch.zeros(comm.shares, dtype=torch.float64, device="cpu")
+    shares[0] = x
+    return float(comm.sum(shares))
 
 
 def _identity(w: Tensor) -> Tensor:

@@ -1,13 +1,14 @@
 """The objective on a set of samples: closure + parameters → f, ∇f and the graph of a micro-batch.
 
 Letters: f(θ) = Σ_b w_b ℓ_b(θ) / W + ½ Σ c‖θ‖² over micro-batches b with mean loss ℓ_b, weight w_b and W = Σ w_b.
-All ranks hold θ; each evaluates its own micro-batches, and sums go through ``comm``.
+All ranks hold θ; each evaluates its own micro-batches, and sums go through ``comm``. What goes wrong on one rank is
+raised on all.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
@@ -19,8 +20,9 @@ from krylov_descent import closure as closures
 from krylov_descent.closure import BatchClosure, Evaluation
 from krylov_descent.compiled import CompiledPasses, Pass
 from krylov_descent.data import Microbatch
-from krylov_descent.distributed import Comm
-from krylov_descent.parameters import ParameterVector, WeightedSum
+from krylov_descent.distributed import Comm, attempt
+from krylov_descent.parameters import ParameterVector
+from krylov_descent.sums import ShareSums
 
 # Cost per sample in units of one gradient (a forward and a backward pass, the latter twice the former).
 GRADIENT, FORWARD, PROBE = 1.0, 1 / 3, 2 / 3
@@ -62,11 +64,38 @@ class Statistics(Protocol):
 
 @dataclass(frozen=True)
 class BatchLosses:
-    """Mean losses of the micro-batches of a set, and the mean over the set, weight decay included."""
+    """Mean losses of this rank's micro-batches of a set, and the mean over the whole set, weight decay included."""
 
     losses: tuple[float, ...]
     weights: tuple[float, ...]
+    shares: tuple[int, ...]
     mean: float
+    total_weight: float
+
+
+@dataclass(frozen=True, eq=False)
+class Derivative:
+    """f on a set, its slope along a direction if one was given, and its gradient, which is shared when asked for."""
+
+    losses: BatchLosses
+    slope: float
+    gradient: Callable[[], Tensor]
+    """→ this rank's part [P_local]; to be called once, on all ranks or none."""
+
+
+class _Gathered:
+    """What a pass over this rank's micro-batches leaves beside vectors."""
+
+    def __init__(self) -> None:
+        self.losses: list[Tensor] = []
+        self.weights: list[float] = []
+        self.shares: list[int] = []
+        self.again = False
+
+    def add(self, loss: Tensor, weight: float, share: int) -> None:
+        self.losses.append(loss)
+        self.weights.append(weight)
+        self.shares.append(share)
 
 
 class Objective:
@@ -104,10 +133,23 @@ class Objective:
             self._watched = True
         return evaluation
 
+    def point(self) -> Tensor:
+        """θ, this rank's part [P_local], a copy."""
+        return self.comm.shard(self.parameters.read())
+
+    def move_to(self, theta: Tensor) -> None:
+        """θ ← what the parts [P_local] of all ranks make together."""
+        self.parameters.write(self.comm.all_gather(theta, self.parameters.numel))
+
     def value(self, batches: Iterable[Microbatch]) -> BatchLosses:
         """f by forward passes only."""
-        pairs = [self.loss_and_weight(batch) for batch in batches]
-        return self._mean([loss for loss, _ in pairs], [weight for _, weight in pairs])
+        gathered = _Gathered()
+
+        def work() -> None:
+            for batch in batches:
+                gathered.add(*self.loss_and_weight(batch), batch.share)
+
+        return self._share(gathered, attempt(self.comm, work))[0]
 
     def loss_and_weight(self, batch: Microbatch) -> tuple[Tensor, float]:
         """The mean loss of one micro-batch and its weight, by a forward pass."""
@@ -126,31 +168,48 @@ class Objective:
     def value_and_gradient(
         self, batches: Iterable[Microbatch], statistics: Statistics | None = None
     ) -> tuple[BatchLosses, Tensor]:
-        """f and this rank's part of ∇f [P_local]; ``statistics`` are gathered in the same pass.
+        """f and this rank's part of ∇f [P_local]; ``statistics`` are gathered in the same pass."""
+        derivative = self.differentiate(batches, statistics)
+        return derivative.losses, derivative.gradient()
+
+    def differentiate(
+        self, batches: Iterable[Microbatch], statistics: Statistics | None = None, along: Tensor | None = None
+    ) -> Derivative:
+        """f, its slope along a direction [P], and ∇f.
 
         Without statistics, a loss that is not finite ends the pass at once: no gradient is of use there.
         """
-        total = WeightedSum(self.parameters)
-        losses, weights = [], []
-        for batch in batches:
-            loss, weight = self._add_gradient(batch, statistics, total)
-            losses.append(loss)
-            weights.append(weight)
-            if statistics is None and weight > 0 and not bool(loss.isfinite()):
-                break
-        mean = self._mean(losses, weights)
-        # Weight decay as a part of every sample's loss: over all ranks it counts once.
-        total.add_decay(math.fsum(weights))
-        return mean, self.comm.reduce_scatter(total.times(1 / self.total_weight(weights)))
+        comm, parameters = self.comm, self.parameters
+        sums, gathered = ShareSums(parameters, comm, along), _Gathered()
 
-    def _add_gradient(
-        self, batch: Microbatch, statistics: Statistics | None, total: WeightedSum
-    ) -> tuple[Tensor, float]:
+        def work() -> None:
+            try:
+                for batch in batches:
+                    loss, weight = self._add_gradient(batch, statistics, sums)
+                    gathered.add(loss, weight, batch.share)
+                    if statistics is None and weight > 0 and not bool(loss.isfinite()):
+                        break
+                sums.close()
+            except PassAgain:
+                gathered.again = True
+
+        losses, slope, W = self._share(gathered, attempt(comm, work), sums.slopes)
+        if along is not None:
+            slope += parameters.decay_slope(along)
+
+        def gradient() -> Tensor:
+            g = sums.over_ranks(1 / W)
+            parameters.add_decay(g, comm.bounds(parameters.numel)[0])
+            return g
+
+        return Derivative(losses, slope, gradient)
+
+    def _add_gradient(self, batch: Microbatch, statistics: Statistics | None, total: ShareSums) -> tuple[Tensor, float]:
         """Add one micro-batch's weighted gradient; its graph dies with this call, before the next is built."""
         if statistics is None and self.compiled is not None:
             one = self.compiled.take(self._closure, self.parameters.params, batch.data, lambda: self._pass(batch))
             if one.weight > 0:
-                total.add(one.gradient, one.weight)
+                total.add(batch.share, one.gradient, one.weight)
             self.sample_gradients += GRADIENT * one.samples
             return one.loss, one.weight
         with nullcontext() if statistics is None else statistics.watch():
@@ -165,7 +224,7 @@ class Objective:
             extra = statistics.collect(evaluation, gradient, both[len(gradient) :])
             self.sample_gradients += extra * evaluation.samples
         if evaluation.weight > 0:
-            total.add(gradient, evaluation.weight)
+            total.add(batch.share, gradient, evaluation.weight)
         self.sample_gradients += GRADIENT * evaluation.samples
         return evaluation.loss.detach(), evaluation.weight
 
@@ -173,20 +232,6 @@ class Objective:
         evaluation = self.evaluate(batch)
         gradient = self._differentiate(evaluation)
         return Pass(evaluation.loss.detach(), evaluation.weight, evaluation.samples, gradient)
-
-    def total_weight(self, weights: Sequence[float]) -> float:
-        """W over all ranks.
-
-        Raises:
-            ValueError: every weight is zero.
-        """
-        total = float(self.comm.sum(torch.tensor(math.fsum(weights), dtype=torch.float64, device="cpu")))
-        if total <= 0:
-            raise ValueError(
-                "The weights that the closure returned for a whole sample set sum to 0: every term is masked. "
-                "Drop samples without a target from the data set, or enlarge fraction."
-            )
-        return total
 
     def _differentiate(self, evaluation: Evaluation, wanted: Sequence[Tensor] = ()) -> tuple[Tensor | None, ...]:
         inputs = (*self.parameters.params, *wanted)
@@ -204,13 +249,44 @@ class Objective:
         closures.require_dense(of_parameters)
         return gradients
 
-    def _mean(self, losses: Sequence[Tensor], weights: Sequence[float]) -> BatchLosses:
-        values = torch.stack(list(losses)).double().tolist() if losses else []
-        # A micro-batch of weight 0 has no terms; its mean, 0/0, must not spoil the sum.
-        products = [w * x for w, x in zip(weights, values, strict=True) if w > 0]
-        weighted = self.comm.sum(torch.tensor(math.fsum(products), dtype=torch.float64, device="cpu"))
-        mean = float(weighted) / self.total_weight(weights) + self.parameters.decay_value()
-        return BatchLosses(tuple(values), tuple(weights), mean)
+    def _share(
+        self, gathered: _Gathered, failure: Exception | None, slopes: Sequence[float] = ()
+    ) -> tuple[BatchLosses, float, float]:
+        """Mean loss, slope and W over all ranks, by one small sum.
+
+        Raises:
+            PassAgain: some rank wants the pass again.
+            Exception: ``failure``, or that of another rank.
+        """
+        values = torch.stack(gathered.losses).double().tolist() if gathered.losses else []
+        rows = torch.zeros(self.comm.shares, 4, dtype=torch.float64, device="cpu")
+        for share in range(self.comm.shares):
+            own = [i for i, of in enumerate(gathered.shares) if of == share]
+            # A micro-batch of weight 0 has no terms; its mean, 0/0, must not spoil the sum.
+            rows[share, 0] = math.fsum(gathered.weights[i] * values[i] for i in own if gathered.weights[i] > 0)
+            rows[share, 1] = math.fsum(gathered.weights[i] for i in own)
+            rows[share, 2] = slopes[share] if slopes else 0.0
+            rows[share, 3] = float(gathered.again)
+        weighted, W, slope, again = self.comm.sum(rows, failure).tolist()
+        if again:
+            raise PassAgain
+        require_weight(W)
+        mean = weighted / W + self.parameters.decay_value()
+        losses = BatchLosses(tuple(values), tuple(gathered.weights), tuple(gathered.shares), mean, W)
+        return losses, slope / W, W
+
+
+def require_weight(W: float) -> None:
+    """The weights of a sample set must not all be zero.
+
+    Raises:
+        ValueError: they are.
+    """
+    if W <= 0:
+        raise ValueError(
+            "The weights that the closure returned for a whole sample set sum to 0: every term is masked. "
+            "Drop samples without a target from the data set, or enlarge fraction."
+        )
 
 
 @contextmanager

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from krylov_descent.base import ClosureOptimizer, whole
@@ -15,6 +17,8 @@ from krylov_descent.compiled import CompiledPasses
 from krylov_descent.consistency import check_consistency
 from krylov_descent.curvature import CURVATURES
 from krylov_descent.data import Subsets
+from krylov_descent.distributed import ProcessGroup, Ranks
+from krylov_descent.distributed.state import even_part, own_part, require_same
 from krylov_descent.krylov import KrylovBuilder
 from krylov_descent.ksd import Memory, Settings, ksd_step, settle
 from krylov_descent.objective import Objective
@@ -23,7 +27,7 @@ from krylov_descent.precondition import Fisher, Preconditioner
 from krylov_descent.report import Settlement, StepReport
 from krylov_descent.search import Search
 from krylov_descent.sets import FullBatch, StepSets
-from krylov_descent.state import read_memory, write_memory
+from krylov_descent.state import memory_of, memory_parts, read_memory, write_memory
 
 #: The settings of Vinyals & Povey 2011: K = 20, Gauss–Newton, D from the Fisher matrix and ε = 1e-4 (section 4),
 #: 30 BFGS iterations (section 5.2), d_prev = e₁ at first (Algorithm 3, line 1), every step kept.
@@ -63,6 +67,9 @@ class KSD(ClosureOptimizer):
         compile: trace and compile the passes over C. Worth its half minute for small networks and long runs; a closure
             that cannot be traced runs without, with a warning (docs/performance.md has figures).
         seed: of the random signs in the Fisher diagonal.
+        process_group: a torch.distributed group whose ranks take one step together: each its share of the sets, and
+            1/R of V. All hold the same parameters and call ``step`` with the same closure and sets (docs/scaling.md).
+            ``krylov_descent.distributed.Ranks(group, ...)`` for a bfloat16 wire or the same bits for any R.
 
     Example:
         >>> import torch
@@ -98,6 +105,7 @@ class KSD(ClosureOptimizer):
         storage: Storage = Storage(),  # noqa: B008 — frozen
         compile: bool = False,
         seed: int = 0,
+        process_group: ProcessGroup | Ranks | None = None,
     ) -> None:
         krylov_dim = whole("krylov_dim", krylov_dim)
         if krylov_dim < 1:
@@ -119,6 +127,9 @@ class KSD(ClosureOptimizer):
         if not isinstance(storage, Storage):
             raise ValueError(f"storage={storage!r}: must be a krylov_descent.Storage(...).")
         seed = whole("seed", seed)
+        ranks = process_group if isinstance(process_group, Ranks) else Ranks(process_group)
+        if ranks.wire is not None and storage.dtype is None:
+            storage = replace(storage, dtype=ranks.wire)  # all ranks must mean the same row of V
         self._krylov_dim = krylov_dim
         self._curvature = curvature
         self._seed = seed
@@ -131,7 +142,7 @@ class KSD(ClosureOptimizer):
             rollback,
         )
         self._compiled = CompiledPasses() if compile else None
-        super().__init__(params, weight_decay)
+        super().__init__(params, weight_decay, ranks.comm())
 
     def step(  # type: ignore[override]
         self, closure: Callable[..., Any], sets: Subsets | None = None
@@ -154,6 +165,7 @@ class KSD(ClosureOptimizer):
         no_inference_mode()
         parameters = ParameterVector(self.param_groups)
         memory = self._remember(parameters)
+        require_same(self._comm, parameters, (memory.iteration, memory.seed, self._krylov_dim))
         with torch.enable_grad(), self._full_precision():
             objective, draw_sets = self._prepare(closure, sets, memory, parameters)
             self._builder.require_room(objective)
@@ -202,12 +214,44 @@ class KSD(ClosureOptimizer):
         """The objective over the groups as they are now, and what draws the sets of this iteration."""
         objective = self._objective(closure, sets, parameters, self._compiled)
         source = FullBatch() if sets is None else sets
+        comm = self._comm
+        share: dict[str, Any] = {}
+        if comm.ranks * comm.shares > 1:
+            first = comm.rank * comm.shares
+            share = {"shares": range(first, first + comm.shares), "of_shares": comm.ranks * comm.shares}
         return objective, lambda growth: source.draw(
-            memory.iteration, krylov_dim=self._krylov_dim, search_growth=growth
+            memory.iteration, krylov_dim=self._krylov_dim, search_growth=growth, **share
         )
 
+    @property
+    def process_group(self) -> Any:
+        """The ranks that step together; None in a single process."""
+        return getattr(self._comm, "group", None)
+
+    @property
+    def numel(self) -> int:
+        """P, the number of trainable parameters."""
+        return ParameterVector(self.param_groups).numel
+
+    def sharded_state(self) -> tuple[dict[str, Tensor | None], dict[str, int | float]]:
+        """What a run remembers, for ``krylov_descent.distributed.checkpoint``; a collective.
+
+        Returns:
+            Vectors by name, of which this rank has positions [r·s, (r+1)·s) with s = ⌈P/R⌉, padded by zeros, or None;
+            and numbers by name.
+        """
+        memory = self._remember(ParameterVector(self.param_groups))
+        vectors, numbers = memory_parts(memory)
+        return {k: None if x is None else even_part(x, self.numel, self._comm) for k, x in vectors.items()}, numbers
+
+    def load_sharded_state(self, vectors: Mapping[str, Tensor | None], numbers: Mapping[str, int | float]) -> None:
+        """Take back what ``sharded_state`` gave, on any number of ranks; a collective."""
+        parameters = ParameterVector(self.param_groups)
+        parts = {k: None if x is None else own_part(x, parameters, self._comm) for k, x in vectors.items()}
+        self._store(parameters, memory_of(parts, numbers))
+
     def _remember(self, parameters: ParameterVector) -> Memory:
-        return read_memory(self.state, self._first_parameter(), parameters, self._seed)
+        return read_memory(self.state, self._first_parameter(), parameters, self._seed, self._comm)
 
     def _store(self, parameters: ParameterVector, memory: Memory) -> None:
-        write_memory(self.state, self._first_parameter(), parameters, memory)
+        write_memory(self.state, self._first_parameter(), parameters, memory, self._comm)

@@ -69,9 +69,16 @@ class ParameterVector:
         return self.flatten(self.params)
 
     @torch.no_grad()
-    def write(self, x: Tensor) -> None:
-        """θ ← x, in place."""
-        torch._foreach_copy_(self.params, self.views(x))
+    def write(self, x: Tensor, direction: Tensor | None = None, alpha: float = 1.0) -> None:
+        """θ ← x, or x + alpha·direction, in place."""
+        if direction is None:
+            torch._foreach_copy_(self.params, self.views(x))
+            return
+        for p, part, along in zip(self.params, self.views(x), self.views(direction), strict=True):
+            if p.dtype == part.dtype:
+                torch.add(part, along, alpha=alpha, out=p)
+            else:
+                p.copy_(part.add(along, alpha=alpha))
 
     def rounded(self, x: Tensor) -> Tensor:
         """x as the parameters could hold it: itself, unless they are of half precision."""
@@ -88,11 +95,6 @@ class ParameterVector:
             for p in self.params:
                 p.requires_grad_(True)
 
-    def are_at(self, x: Tensor, d: Tensor) -> bool:
-        """Whether θ = x + d, bit for bit."""
-        parts = zip(self.params, self.views(x), self.views(d), strict=True)
-        return all(torch.equal(p.detach(), (a + b).to(p.dtype)) for p, a, b in parts)
-
     @torch.no_grad()
     def decay_value(self) -> float:
         """½ Σ c ‖θ‖² at the current parameters."""
@@ -102,58 +104,30 @@ class ParameterVector:
             if c
         )
 
+    @torch.no_grad()
+    def add_decay(self, out: Tensor, start: int, x: Tensor | None = None) -> None:
+        """out += c∘x for the part of the vector that begins at ``start``: the decay's gradient (x = θ) or product."""
+        position = -start
+        for c, p in zip(self._decay, self.params, strict=True):
+            i, j = max(0, position), min(len(out), position + p.numel())
+            if c and i < j:
+                part = p.reshape(-1)[i - position : j - position] if x is None else x[i:j]
+                out[i:j].add_(part, alpha=c)
+            position += p.numel()
+
+    @torch.no_grad()
+    def decay_slope(self, direction: Tensor) -> float:
+        """The decay's derivative Σ c θ·d along a direction [P]."""
+        return sum(
+            c * float(p.to(self.dtype).reshape(-1) @ d.reshape(-1))
+            for c, p, d in zip(self._decay, self.params, self.views(direction), strict=True)
+            if c
+        )
+
     @property
     def decay(self) -> Sequence[float]:
         """c of each parameter."""
         return self._decay
-
-
-class WeightedSum:
-    """Σ_b w_b x_b over micro-batches, x_b in the shapes of the parameters, as one vector [P].
-
-    It is kept in units of the first weight, so that the first term is a copy, and equal weights cost no product.
-    """
-
-    def __init__(self, parameters: ParameterVector, out: Tensor | None = None) -> None:
-        self._parameters = parameters
-        self._total = parameters.empty() if out is None else out
-        self._unit = 0.0  # nothing added yet
-
-    def add(self, tensors: Sequence[Tensor | None], weight: float) -> None:
-        """Add weight · tensors, with None for zeros."""
-        views = self._parameters.views(self._total)
-        pairs = [(out, t.detach()) for out, t in zip(views, tensors, strict=True) if t is not None]
-        outs, given = [out for out, _ in pairs], [t for _, t in pairs]
-        if self._unit:
-            if outs:
-                torch._foreach_add_(outs, given, alpha=weight / self._unit)
-            return
-        self._unit = weight
-        if outs:
-            torch._foreach_copy_(outs, given)
-        for out, t in zip(views, tensors, strict=True):
-            if t is None:
-                out.zero_()
-
-    def add_decay(self, weight: float, x: Sequence[Tensor] | None = None) -> None:
-        """Add weight · c∘x: the decay's gradient (x = θ, the default) or its product (x = v)."""
-        if weight == 0 or not any(self._parameters.decay):
-            return
-        if not self._unit:
-            self._unit = weight
-            self._total.zero_()
-        views = self._parameters.views(self._total)
-        for c, out, part in zip(
-            self._parameters.decay, views, self._parameters.params if x is None else x, strict=True
-        ):
-            if c:
-                out.add_(part.detach(), alpha=c * weight / self._unit)
-
-    def times(self, scale: float) -> Tensor:
-        """The sum times ``scale``; ends the use of this object."""
-        if not self._unit:
-            return self._total.zero_()
-        return self._total if self._unit * scale == 1 else self._total.mul_(self._unit * scale)
 
 
 def check_uniform(params: Sequence[Tensor]) -> None:

@@ -77,7 +77,14 @@ class FisherPreconditioner:
         judged = (objective.identity, *map(id, objective.parameters.params))
         if judged != self._judged:
             self._judged, self._verdict = judged, Verdict()
-        return FisherDiagonal(objective.parameters, self._options.floor, self._options.probes, key, self._verdict)
+        return FisherDiagonal(
+            objective.parameters,
+            self._options.floor,
+            self._options.probes,
+            key,
+            self._verdict,
+            objective.comm.shares,
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy is of other parameters.

@@ -83,6 +83,7 @@ class StepReport:
         set_sizes: samples in "A", "B" and "C".
         preconditioner: what served as D: "fisher", "none", or the name of a custom one.
         notes: what else there is to know, one sentence each.
+        bytes_sent: what this rank sent to others; 0 in a single process.
 
     Example:
         >>> import torch
@@ -112,6 +113,7 @@ class StepReport:
     set_sizes: Mapping[str, int]
     preconditioner: str
     notes: tuple[str, ...] = ()
+    bytes_sent: int = 0
 
     def __float__(self) -> float:
         return self.loss

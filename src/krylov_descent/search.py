@@ -6,17 +6,17 @@ V̄ is never formed: C⁻ᵀ is applied to a. Everything of size m is float64 on
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from krylov_descent.basis import Subspace
-from krylov_descent.bfgs import bfgs
-from krylov_descent.distributed import Comm
+from krylov_descent.bfgs import bfgs_on_lines
+from krylov_descent.distributed import Comm, inner
 from krylov_descent.report import StopReason
+from krylov_descent.rows import Rows
 
 
 @dataclass(frozen=True)
@@ -90,8 +90,57 @@ def whiten(H: Tensor, floor: float, negative: str = "floor") -> Tensor:
     return factor
 
 
+class Walker(Protocol):
+    """f along lines in parameter space; vectors are this rank's parts [P_local]."""
+
+    def at_origin(self) -> tuple[float, Tensor]:
+        """f and its gradient where the first line begins."""
+        ...
+
+    def begin(self, p: Tensor, *, moved: bool) -> None:
+        """A line along p, from the point of the last trial if ``moved``, otherwise from where the last line began."""
+        ...
+
+    def at(self, alpha: float) -> tuple[float, float]:
+        """Value and slope at ``alpha``."""
+        ...
+
+    def gradient(self) -> Tensor:
+        """At the last trial."""
+        ...
+
+
+class _Subspace:
+    """The walk in coordinates a: lines for BFGS."""
+
+    def __init__(self, walk: Walker, V: Rows, C: Tensor, comm: Comm) -> None:
+        self._walk, self._V, self._C, self._comm = walk, V, C, comm
+        self._a = torch.zeros(len(C), dtype=torch.float64, device="cpu")
+
+    def step(self, a: Tensor) -> Tensor:
+        """Line 9: V̄a = Vᵀ(C⁻ᵀa)."""
+        c = torch.linalg.solve_triangular(self._C.T, a[:, None], upper=True)[:, 0]
+        return self._V.combine(c.to(self._V.device, self._V.dtype))
+
+    def project(self, g: Tensor) -> Tensor:
+        """V̄ᵀg = C⁻¹(V g)."""
+        reduced = inner(self._comm, len(g), lambda piece: self._V.dots(g, piece)).to("cpu", torch.float64)
+        projected: Tensor = torch.linalg.solve_triangular(self._C, reduced[:, None], upper=False)[:, 0]
+        return projected
+
+    def begin(self, x: Tensor, p: Tensor) -> None:
+        self._walk.begin(self.step(p), moved=not torch.equal(x, self._a))
+        self._a = x
+
+    def at(self, alpha: float) -> tuple[float, float]:
+        return self._walk.at(alpha)
+
+    def gradient(self) -> Tensor:
+        return self.project(self._walk.gradient())
+
+
 def search_subspace(
-    evaluate: Callable[[Tensor], tuple[float, Tensor]],
+    walk: Walker,
     subspace: Subspace,
     options: Search,
     noise: float,
@@ -101,54 +150,42 @@ def search_subspace(
     """Minimise f(θ + V̄a) over a.
 
     Args:
-        evaluate: d [P_local] → f(θ + d) and its gradient [P_local]; d may be overwritten.
+        walk: f along lines, the first of them from θ.
         subspace: V and H̄.
         options: caps, floor and tolerance.
         noise: relative rounding noise of f.
         comm: completes inner products.
-        at_zero: evaluate(0), if it is known.
+        at_zero: ``walk.at_origin()``, if it is known.
     """
-    V = subspace.V
-    floor = torch.finfo(V.dtype).eps ** 0.5 if options.floor is None else options.floor
+    floor = torch.finfo(subspace.V.dtype).eps ** 0.5 if options.floor is None else options.floor
     C = whiten(subspace.H, floor, options.negative)  # lines 7-8
-
-    def step(a: Tensor) -> Tensor:  # line 9: V̄a = Vᵀ(C⁻ᵀa)
-        c = torch.linalg.solve_triangular(C.T, a[:, None], upper=True)[:, 0]
-        return V.combine(c.to(V.device, V.dtype))
-
-    def project(g: Tensor) -> Tensor:  # V̄ᵀg = C⁻¹(V g)
-        reduced = comm.sum(V.dots(g)).to("cpu", torch.float64)
-        projected: Tensor = torch.linalg.solve_triangular(C, reduced[:, None], upper=False)[:, 0]
-        return projected
-
-    def fun(a: Tensor) -> tuple[float, Tensor]:
-        f, g = evaluate(step(a))
-        return f, project(g)
-
-    zero = torch.zeros(len(C), dtype=torch.float64, device="cpu")  # line 10
-    at_rest = fun(zero) if at_zero is None else (at_zero[0], project(at_zero[1]))
+    lines = _Subspace(walk, subspace.V, C, comm)
+    a0 = torch.zeros(len(C), dtype=torch.float64, device="cpu")  # line 10
+    before, g = walk.at_origin() if at_zero is None else at_zero
     first = int(at_zero is None)
-    a0, start = zero, at_rest
+    start = before, lines.project(g)
+    del g, at_zero
     if subspace.start is not None:
         # Begin where the builder says, if that is better than not moving.
         offered = C.T @ subspace.start
-        at_offered = fun(offered)
+        lines.begin(a0, offered)
+        value, _ = lines.at(1.0)
         first += 1
-        if at_offered[0] < at_rest[0]:
-            a0, start = offered, at_offered
-    result = bfgs(  # line 11
-        fun,
+        if value < before:
+            a0, start = offered, (value, lines.gradient())
+    result = bfgs_on_lines(  # line 11
+        lines,
         a0,
+        start,
         max_iterations=options.iterations,
         max_evaluations=max(1, options.evaluations - first),
         tolerance=noise if options.tolerance is None else options.tolerance,
         noise=noise,
-        start=start,
     )
     moved = bool((result.x != 0).any())
     return Found(
-        step(result.x) if moved else None,  # line 12
-        at_rest[0],
+        lines.step(result.x) if moved else None,  # line 12
+        before,
         result.f,
         result.iterations,
         first + result.evaluations,

@@ -61,6 +61,6 @@ class FullBatch:
     probe = None
     covers_all = searches_all = True
 
-    def draw(self, iteration: int, *, krylov_dim: int, search_growth: int = 0) -> FullBatch:
-        """The same at every step."""
+    def draw(self, iteration: int, **_: object) -> FullBatch:
+        """The same at every step; each rank's closure evaluates that rank's samples."""
         return self

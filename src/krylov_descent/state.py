@@ -1,45 +1,93 @@
 """What a run remembers, as the state of an optimizer: tensors per parameter, plain numbers beside those of the first.
 
-As in torch's L-BFGS. All of it survives state_dict → torch.save → torch.load(weights_only=True) → load_state_dict.
+As in torch's L-BFGS. With several ranks, a state has this rank's parts of the vectors. All of it survives state_dict →
+torch.save → torch.load(weights_only=True) → load_state_dict.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from krylov_descent.distributed import Comm
 from krylov_descent.ksd import Memory
 from krylov_descent.parameters import ParameterVector
 
 State = MutableMapping[Tensor, Any]
 
+_VECTORS = ("d_prev", "accepted")
+_NUMBERS = ("iteration", "seed", "accepted_loss", "search_growth")
 
-def read_memory(state: State, first: Tensor, parameters: ParameterVector, seed: int) -> Memory:
-    """The memory in a state; that of a new run if there is none. ``first`` is the first parameter of all."""
+
+def read_memory(state: State, first: Tensor, parameters: ParameterVector, seed: int, comm: Comm) -> Memory:
+    """The memory in a state; that of a new run if there is none. ``first`` is the first parameter of all.
+
+    Raises:
+        ValueError: it is that of another number of ranks.
+    """
     numbers = state.get(first, {})
+    if "iteration" not in numbers:
+        return Memory(iteration=0, seed=seed)
+    own, found = _layout(parameters, comm), tuple(numbers.get("layout", _whole(parameters)))
+    if own == _whole(parameters) == found:
+        vectors = {
+            "d_prev": read_vector(state, parameters, "d_prev", partial=True),
+            "accepted": read_vector(state, parameters, "accepted", partial=False),
+        }
+    elif own == found:
+        vectors = {key: numbers.get(f"{key}_part") for key in _VECTORS}
+    else:
+        raise ValueError(
+            f"The optimizer's state is that of rank {found[0]} of {found[1]} with {found[2]:,} parameters, and this is "
+            f"rank {own[0]} of {own[1]} with {own[2]:,}. A state_dict holds one rank's part: to go on with other ranks "
+            "or parameters, save and load by krylov_descent.distributed.checkpoint."
+        )
+    return memory_of(vectors, {key: numbers[key] for key in _NUMBERS if key in numbers})
+
+
+def write_memory(state: State, first: Tensor, parameters: ParameterVector, memory: Memory, comm: Comm) -> None:
+    """Replace the memory in a state; its vectors are kept as they are, in views, or as this rank's parts."""
+    vectors, numbers = memory_parts(memory)
+    layout = _layout(parameters, comm)
+    if layout == _whole(parameters):
+        write_vectors(state, parameters, vectors)
+        state[first].update(numbers)
+        return
+    for key, x in vectors.items():
+        state[first].pop(f"{key}_part", None)
+        if x is not None:
+            state[first][f"{key}_part"] = x
+    state[first].update(numbers, layout=list(layout))
+
+
+def memory_parts(memory: Memory) -> tuple[dict[str, Tensor | None], dict[str, int | float]]:
+    """Its vectors and its numbers, by name."""
+    return {key: getattr(memory, key) for key in _VECTORS}, {key: getattr(memory, key) for key in _NUMBERS}
+
+
+def memory_of(vectors: Mapping[str, Tensor | None], numbers: Mapping[str, int | float]) -> Memory:
+    """The memory of such parts."""
     return Memory(
-        iteration=int(numbers.get("iteration", 0)),
-        seed=int(numbers.get("seed", seed)),
-        d_prev=read_vector(state, parameters, "d_prev", partial=True),
-        accepted=read_vector(state, parameters, "accepted", partial=False),
-        accepted_loss=float(numbers.get("accepted_loss", math.inf)),
-        search_growth=int(numbers.get("search_growth", 0)),
+        iteration=int(numbers["iteration"]),
+        seed=int(numbers["seed"]),
+        d_prev=vectors.get("d_prev"),
+        accepted=vectors.get("accepted"),
+        accepted_loss=float(numbers["accepted_loss"]),
+        search_growth=int(numbers["search_growth"]),
     )
 
 
-def write_memory(state: State, first: Tensor, parameters: ParameterVector, memory: Memory) -> None:
-    """Replace the memory in a state; its vectors are kept as they are, in views."""
-    write_vectors(state, parameters, {"d_prev": memory.d_prev, "accepted": memory.accepted})
-    state[first].update(
-        iteration=memory.iteration,
-        seed=memory.seed,
-        accepted_loss=memory.accepted_loss,
-        search_growth=memory.search_growth,
-    )
+def _layout(parameters: ParameterVector, comm: Comm) -> tuple[int, ...]:
+    """Rank, ranks, P, and the length of a part."""
+    start, stop = comm.bounds(parameters.numel)
+    return comm.rank, comm.ranks, parameters.numel, stop - start
+
+
+def _whole(parameters: ParameterVector) -> tuple[int, ...]:
+    return 0, 1, parameters.numel, parameters.numel
 
 
 def write_vectors(state: State, parameters: ParameterVector, vectors: Mapping[str, Tensor | None]) -> None:

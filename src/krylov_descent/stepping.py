@@ -11,8 +11,8 @@ from typing import TypeVar
 from torch import Tensor
 
 from krylov_descent.data import Microbatch
+from krylov_descent.distributed import Comm
 from krylov_descent.objective import BatchLosses, Objective, PassAgain, Statistics
-from krylov_descent.parameters import ParameterVector
 
 S = TypeVar("S", bound=Statistics)
 
@@ -31,14 +31,22 @@ def pass_with_statistics(
 
 
 @contextmanager
-def restoring(parameters: ParameterVector) -> Iterator[Tensor]:
-    """θ as it is now, put back if anything inside fails."""
-    theta = parameters.read()
+def restoring(objective: Objective) -> Iterator[Tensor]:
+    """θ as it is now, this rank's part [P_local], put back if anything inside fails."""
+    theta = objective.point()
     try:
         yield theta
-    except BaseException:
-        parameters.write(theta)
+    except BaseException as error:
+        if together_still(objective.comm, error):
+            objective.move_to(theta)
         raise
+
+
+def together_still(comm: Comm, error: BaseException) -> bool:
+    """Whether all ranks have met this error, so that they can put θ back together."""
+    if comm.ranks == 1:
+        return True
+    return isinstance(error, Exception) and getattr(error, "connected", True)
 
 
 def require_finite(loss: float, grad_norm: float) -> None:

@@ -181,7 +181,7 @@ class HessianFree(ClosureOptimizer):
         clock.lap("cg")
 
         reason, rho, rate, after = solution.stop_reason, math.nan, 0.0, losses.mean
-        with restoring(parameters) as theta:
+        with restoring(objective) as theta:
             nearby = Nearby(objective, draw, theta, losses.mean)
             if bool(solution.iterates[-1].x.any()):  # zero if CG ended where it began
                 (_, x, phi), value = backtrack(nearby.on_A, solution.iterates)
@@ -227,7 +227,7 @@ class HessianFree(ClosureOptimizer):
         if not fisher.available:
             return losses, g, None
         parameters = objective.parameters
-        M = fisher.diagonal(objective.total_weight(losses.weights), objective.comm)
+        M = fisher.diagonal(losses.total_weight, objective.comm)
         for c, part in zip(parameters.decay, parameters.views(M), strict=True):
             part.add_(damping + c)
         return losses, g, M.pow_(-_POWER)

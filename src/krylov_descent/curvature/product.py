@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,8 +15,9 @@ from krylov_descent.closure import Evaluation
 from krylov_descent.curvature.convolution import LeanConvolutions
 from krylov_descent.curvature.graph import MicrobatchGraph
 from krylov_descent.data import Microbatch
-from krylov_descent.objective import GRADIENT, Objective
-from krylov_descent.parameters import WeightedSum
+from krylov_descent.distributed import attempt, together
+from krylov_descent.objective import GRADIENT, Objective, require_weight
+from krylov_descent.sums import ShareSums
 
 _NOT_TWICE = re.compile(
     r"derivative for .* is not implemented|once_differentiable|double backward|differentiated twice",
@@ -24,12 +25,20 @@ _NOT_TWICE = re.compile(
 )
 
 
+class _Built(NamedTuple):
+    graph: MicrobatchGraph
+    weight: float
+    samples: int
+    share: int
+
+
 class CurvatureProduct:
     """v [P_local] → Hv [P_local] on B, weight decay included.
 
     The graphs of B are built once and kept for all K+1 products, which makes a product cost what hand-written
     matrix products cost. Once they hold more than ``memory_budget`` bytes, the graphs of the remaining micro-batches
-    are rebuilt for every product, which adds the cost of building to each. Products are written to ``out``, if given.
+    are rebuilt for every product, which adds the cost of building to each. Products are written to ``out`` [P_local],
+    if given.
     """
 
     def __init__(
@@ -43,41 +52,56 @@ class CurvatureProduct:
         self._kind = kind
         self._out = out
         self._objective = objective
-        self._kept: list[tuple[MicrobatchGraph, float, int]] = []
-        self._rebuilt: list[Microbatch] = []
+        self._parts: list[_Built | Microbatch] = []  # in order: those that are kept, and those that are rebuilt
         self._masked_samples = 0
         self.kept_bytes = 0
-        for batch in batches:
-            if memory_budget is None or self.kept_bytes < memory_budget:
-                self._keep(batch, memory_budget)
-            else:
-                self._rebuilt.append(batch)
+        # One buffer [P] for all products: that of the result, where a rank keeps all of it.
+        self._whole = out
+        if out is not None and objective.comm.ranks > 1:
+            self._whole = objective.parameters.empty() if objective.comm.shares == 1 else None
+        self._build_all(batches, memory_budget)
 
     @property
     def rebuilds(self) -> int:
         """How many micro-batches are rebuilt for every product."""
-        return len(self._rebuilt)
+        return sum(isinstance(part, Microbatch) for part in self._parts)
+
+    def _build_all(self, batches: Sequence[Microbatch], memory_budget: int | None) -> None:
+        def work() -> None:
+            for batch in batches:
+                if memory_budget is None or self.kept_bytes < memory_budget:
+                    self._keep(batch, memory_budget)
+                else:
+                    self._parts.append(batch)
+
+        together(self._objective.comm, work)
 
     def __call__(self, v: Tensor) -> Tensor:
         """v → Hv."""
         parameters, comm = self._objective.parameters, self._objective.comm
-        whole = comm.all_gather(v)
-        views = parameters.unflatten(whole)
-        total = WeightedSum(parameters, self._out)
-        weights, samples = [], self._masked_samples
-        for graph, weight, n in self._graphs():
-            # Checkpointed attention runs again here.
-            with explained(), sdpa_kernel(SDPBackend.MATH):
-                total.add(graph.product(views), self._kind.share(weight))
-            self._objective.sample_gradients += self._kind.product_cost * n
-            weights.append(weight)
-            samples += n
-            del graph  # before the next is rebuilt
-        all_samples = float(comm.sum(torch.tensor(float(samples), dtype=torch.float64, device="cpu")))
-        W = self._objective.total_weight(weights)
-        norm = self._kind.norm(W, all_samples)
-        total.add_decay(math.fsum(weights) / W / norm, views)
-        return comm.reduce_scatter(total.times(norm))
+        views = parameters.unflatten(comm.all_gather(v, parameters.numel, row=True))
+        sums = ShareSums(parameters, comm, out=self._whole)
+        rows = torch.zeros(comm.shares, 2, dtype=torch.float64, device="cpu")
+        rows[0, 1] = self._masked_samples
+
+        def work() -> None:
+            for graph, weight, n, share in self._graphs():
+                # Checkpointed attention runs again here.
+                with explained(), sdpa_kernel(SDPBackend.MATH):
+                    sums.add(share, graph.product(views), self._kind.share(weight))
+                self._objective.sample_gradients += self._kind.product_cost * n
+                rows[share, 0] += weight
+                rows[share, 1] += n
+                del graph  # before the next is rebuilt
+            sums.close()
+
+        outcome = attempt(comm, work)
+        W, samples = comm.sum(rows, outcome).tolist()
+        require_weight(W)
+        views.clear()  # a vector of P numbers
+        Hv = sums.over_ranks(self._kind.norm(W, samples), self._out)
+        parameters.add_decay(Hv, comm.bounds(parameters.numel)[0], v)
+        return Hv
 
     def _keep(self, batch: Microbatch, memory_budget: int | None) -> None:
         """Build a micro-batch's graph and keep it, if it fits."""
@@ -87,20 +111,19 @@ class CurvatureProduct:
             self._masked_samples += batch.samples or 0
             return
         if memory_budget is not None and self.kept_bytes + size[0] > memory_budget:
-            self._rebuilt.append(batch)
+            self._parts.append(batch)
             return
         self.kept_bytes += size[0]
-        self._kept.append(built)
+        self._parts.append(built)
 
-    def _graphs(self) -> Iterator[tuple[MicrobatchGraph, float, int]]:
-        yield from self._kept
-        for batch in self._rebuilt:
-            built = self._build(batch)
+    def _graphs(self) -> Iterator[_Built]:
+        for part in self._parts:
+            built = self._build(part) if isinstance(part, Microbatch) else part
             assert built is not None
             yield built
             del built
 
-    def _build(self, batch: Microbatch) -> tuple[MicrobatchGraph, float, int] | None:
+    def _build(self, batch: Microbatch) -> _Built | None:
         """The graph of a micro-batch, or None if all of its terms are masked."""
         # The fused attention kernels have no second derivative; the plain one has.
         with sdpa_kernel(SDPBackend.MATH):
@@ -110,7 +133,7 @@ class CurvatureProduct:
             with explained():
                 graph = self._kind(evaluation, self._objective.parameters.params)
         self._objective.sample_gradients += GRADIENT * evaluation.samples  # a forward and a backward pass
-        return graph, evaluation.weight, evaluation.samples
+        return _Built(graph, evaluation.weight, evaluation.samples, evaluation.share)
 
     def _evaluate(self, batch: Microbatch) -> Evaluation:
         if not self._kind.first_order:

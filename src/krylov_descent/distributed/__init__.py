@@ -1,5 +1,6 @@
-"""How ranks talk: a small protocol, and its single-process form, the identity."""
+"""How ranks talk: a small protocol, its single-process form, the identity, and torch.distributed."""
 
-from krylov_descent.distributed.comm import Comm, SingleProcess
+from krylov_descent.distributed.comm import Comm, RankError, SingleProcess, attempt, inner, together
+from krylov_descent.distributed.process_group import ProcessGroup, Ranks
 
-__all__ = ["Comm", "SingleProcess"]
+__all__ = ["Comm", "ProcessGroup", "RankError", "Ranks", "SingleProcess", "attempt", "inner", "together"]

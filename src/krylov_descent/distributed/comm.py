@@ -1,60 +1,155 @@
 """The only words the maths may say to other ranks.
 
-Letters: P parameters, R ranks, P_local = P/R the part of a vector that one rank keeps.
-Every rank holds θ whole; V, g, D and d_prev are kept in parts. On one process all of this is the identity,
-so there is one Algorithm 2 and one Algorithm 3 for any R.
+Letters: P parameters, R ranks, P_local the part of a vector that one rank keeps, padded by zeros to the same length on
+every rank. Every rank holds θ whole; V, g, D, d_prev and the point before it are kept in parts. On one process all of
+this is the identity, so there is one Algorithm 2 and one Algorithm 3 for any R.
+
+A rank may stand for several shares, each with its own samples and its own piece of every vector. Sums are then taken
+share by share in a fixed order, whoever holds them, so that the same bits come out for another R.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 
-class Comm(Protocol):
-    """Collectives over the ranks that share one optimisation."""
+class RankError(RuntimeError):
+    """Another rank failed, or cannot be reached: raised on every rank, so that all end in the same place.
 
-    def sum(self, x: Tensor) -> Tensor:
-        """Sum of a small tensor (inner products, losses, counts) over ranks, the same on each."""
+    Attributes:
+        connected: whether ranks still hear each other.
+    """
+
+    def __init__(self, message: str, *, connected: bool) -> None:
+        super().__init__(message)
+        self.connected = connected
+        self._message, self._phase = message, ""
+
+    def during(self, phase: str) -> RankError:
+        """The same error with the phase of the step in its message, unless it has one."""
+        if self._phase:
+            return self
+        told = RankError(f"During the {phase}: {self._message}", connected=self.connected)
+        told._phase = phase
+        return told
+
+
+class Comm(Protocol):
+    """Collectives over the ranks that share one optimisation.
+
+    Attributes:
+        rank: of this process, from 0.
+        ranks: R.
+        shares: that this rank stands for; one, unless sums are to be the same for any R.
+        sent: bytes sent to other ranks so far.
+    """
+
+    rank: int
+    ranks: int
+    shares: int
+    sent: int
+
+    def sum(self, x: Tensor, failure: Exception | None = None) -> Tensor:
+        """[shares, …] → […]: the sum of small tensors over shares and ranks, the same on each.
+
+        Raises:
+            Exception: ``failure``, what went wrong on this rank before the call.
+            RankError: something went wrong on another.
+        """
         ...
 
     def max(self, x: Tensor) -> Tensor:
         """Elementwise maximum of a small tensor over ranks."""
         ...
 
-    def reduce_scatter(self, x: Tensor) -> Tensor:
-        """[P] → [P_local]: sum over ranks, of which each keeps its part."""
+    def reduce_scatter(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """[P] → [P_local]: the sum over ranks, of which each keeps its part."""
         ...
 
-    def all_gather(self, x: Tensor) -> Tensor:
-        """[P_local] → [P]: the parts put together on every rank."""
+    def all_gather(self, x: Tensor, numel: int, *, row: bool = False) -> Tensor:
+        """[P_local] → [P]: the parts put together on every rank; ``row``: x is a row of V."""
         ...
 
     def shard(self, x: Tensor) -> Tensor:
         """[P] → [P_local]: this rank's part of a vector that every rank holds whole."""
         ...
 
+    def bounds(self, numel: int) -> tuple[int, int]:
+        """Where this rank's part of a vector [P] begins and ends; its padding lies beyond P."""
+        ...
+
 
 class SingleProcess:
     """One rank: every collective is the identity."""
 
-    def sum(self, x: Tensor) -> Tensor:
-        """Return ``x``."""
-        return x
+    rank = 0
+    ranks = 1
+    shares = 1
+    sent = 0
+
+    def sum(self, x: Tensor, failure: Exception | None = None) -> Tensor:
+        """Return the only share of ``x``."""
+        if failure is not None:
+            raise failure
+        return x[0]
 
     def max(self, x: Tensor) -> Tensor:
         """Return ``x``."""
         return x
 
-    def reduce_scatter(self, x: Tensor) -> Tensor:
+    def reduce_scatter(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """Return ``x``."""
         return x
 
-    def all_gather(self, x: Tensor) -> Tensor:
+    def all_gather(self, x: Tensor, numel: int, *, row: bool = False) -> Tensor:
         """Return ``x``."""
         return x
 
     def shard(self, x: Tensor) -> Tensor:
         """Return ``x``."""
         return x
+
+    def bounds(self, numel: int) -> tuple[int, int]:
+        """All of it."""
+        return 0, numel
+
+
+def inner(comm: Comm, numel: int, product: Callable[[slice], Tensor]) -> Tensor:
+    """Σ product(piece) over the pieces of vectors [P_local] that belong to each share, and over ranks.
+
+    Example:
+        >>> x = torch.tensor([3.0, 4.0])
+        >>> inner(SingleProcess(), 2, lambda piece: x[piece] @ x[piece])
+        tensor(25.)
+    """
+    length = numel // comm.shares
+    pieces = [slice(i * length, (i + 1) * length) for i in range(comm.shares)]
+    return comm.sum(torch.stack([product(piece) for piece in pieces]))
+
+
+def attempt(comm: Comm, work: Callable[[], object]) -> Exception | None:
+    """Do what concerns this rank only; with other ranks around, what goes wrong is for the next ``comm.sum`` to raise.
+
+    A rank that raised by itself would leave the others waiting for it.
+    """
+    if comm.ranks == 1:
+        work()
+        return None
+    try:
+        work()
+    except RankError:
+        raise  # known to all
+    except Exception as error:
+        return error
+    return None
+
+
+def together(comm: Comm, work: Callable[[], object]) -> None:
+    """Do what concerns this rank only; if it fails on one of them, it fails on all."""
+    failure = attempt(comm, work)
+    if comm.ranks > 1:
+        comm.sum(torch.zeros(comm.shares, 0, dtype=torch.float64, device="cpu"), failure)

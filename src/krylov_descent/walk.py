@@ -1,0 +1,58 @@
+"""f along lines in parameter space: how the search over the subspace looks at the objective.
+
+Letters: θ + d the point where a line begins, p its direction; both are held whole on every rank [P], so that a trial
+costs two numbers between ranks: its value and its slope. Vectors travel once a line: its direction, and the gradient
+at its end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from krylov_descent.data import Microbatch
+from krylov_descent.objective import Derivative, Objective
+
+
+class Walk:
+    """Moves the parameters to trial points; where it leaves them is for the caller to settle."""
+
+    def __init__(self, objective: Objective, batches: Sequence[Microbatch], theta: Tensor) -> None:
+        self._objective, self._batches = objective, batches
+        # Where the line begins; θ itself, where a rank keeps all of it.
+        self._origin = theta if len(theta) == objective.parameters.numel else objective.parameters.read()
+        self._moved = False
+        self._direction: Tensor | None = None
+        self._alpha = 0.0
+        self._trial: Derivative | None = None
+
+    def at_origin(self) -> tuple[float, Tensor]:
+        """f and this rank's part of ∇f [P_local] where the first line begins."""
+        losses, g = self._objective.value_and_gradient(self._batches)
+        return losses.mean, g
+
+    def begin(self, p: Tensor, *, moved: bool) -> None:
+        """A line along p, of which this is the rank's part [P_local], from the last trial if ``moved``."""
+        if moved:
+            assert self._direction is not None
+            # The first time into a new vector: this one may be the caller's.
+            self._origin = (self._origin.add_ if self._moved else self._origin.add)(self._direction, alpha=self._alpha)
+            self._moved = True
+        self._direction = None  # before its successor is made
+        self._direction = self._objective.comm.all_gather(p, self._objective.parameters.numel)
+
+    def at(self, alpha: float) -> tuple[float, float]:
+        """Value and slope at ``alpha`` along the line."""
+        self._trial = None  # its sums are as long as θ
+        assert self._direction is not None
+        self._objective.parameters.write(self._origin, self._direction, alpha)
+        self._alpha = alpha
+        self._trial = self._objective.differentiate(self._batches, along=self._direction)
+        return self._trial.losses.mean, self._trial.slope
+
+    def gradient(self) -> Tensor:
+        """∇f at the last trial, this rank's part [P_local]."""
+        assert self._trial is not None
+        trial, self._trial = self._trial, None
+        return trial.gradient()

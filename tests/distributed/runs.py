@@ -1,0 +1,104 @@
+"""What the tests ask of ranks; in a module of its own, which the processes import."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import warnings
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+
+from krylov_descent import KSD, StepReport, Subsets
+from krylov_descent.distributed import Ranks
+
+
+def model_of(kind: str, dtype: torch.dtype) -> nn.Module:
+    torch.manual_seed(0)
+    if kind == "lstm":
+        return Recurrent().to(dtype)
+    widths = {"mlp": (7, 11, 5, 3), "tiny": (1, 1)}[kind]
+    layers: list[nn.Module] = []
+    for a, b in itertools.pairwise(widths):
+        layers += [nn.Linear(a, b), nn.Tanh()]
+    return nn.Sequential(*layers[:-1]).to(dtype)
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.LSTM(7, 4, batch_first=True)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, _ = self.rnn(x[:, None, :].expand(-1, 3, -1))
+        out: Tensor = self.head(h[:, -1])
+        return out
+
+
+def data_of(n: int, inputs: int, outputs: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(n, inputs, dtype=dtype, generator=generator)
+    return x, torch.tanh(x @ torch.randn(inputs, outputs, dtype=dtype, generator=generator))
+
+
+def train(
+    group: Any,
+    *,
+    kind: str = "mlp",
+    n: int = 103,
+    steps: int = 5,
+    dtype: torch.dtype = torch.float64,
+    fraction: float | None = 0.2,
+    gradient_fraction: float = 1.0,
+    batch_size: int = 16,
+    reproducible: int = 0,
+    wire: torch.dtype | None = None,
+    full_batch: bool = False,
+    warns: bool = False,
+    **settings: Any,
+) -> dict[str, Any]:
+    """Some steps; what came out, the same on every rank."""
+    if warns:
+        warnings.simplefilter("ignore")
+    model = model_of(kind, dtype)
+    first = next(model.parameters())
+    inputs, outputs = {"mlp": (7, 3), "lstm": (7, 3), "tiny": (1, 1)}[kind]
+    data = data_of(n, inputs, outputs, first.dtype)
+    sets = Subsets(data, batch_size=batch_size, fraction=fraction, gradient_fraction=gradient_fraction, seed=3)
+    optimizer = KSD(
+        model.parameters(),
+        **{"krylov_dim": 5, **settings},
+        process_group=Ranks(group, wire=wire, reproducible=reproducible),
+    )
+
+    def closure(batch: Any) -> tuple[Tensor, Tensor]:
+        z = model(batch[0])
+        return F.mse_loss(z, batch[1]), z
+
+    if full_batch:
+        rank, ranks = (0, 1) if group is None else (group.rank(), group.size())
+        own = tuple(x[rank * n // ranks : (rank + 1) * n // ranks] for x in data)
+        reports = [optimizer.step(lambda: closure(own)) for _ in range(steps)]
+    else:
+        reports = [optimizer.step(closure, sets) for _ in range(steps)]
+    return outcome(model, reports)
+
+
+def outcome(model: nn.Module, reports: list[StepReport]) -> dict[str, Any]:
+    theta = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+    return {
+        "theta": theta,
+        "hash": hashlib.sha256(theta.numpy().tobytes()).hexdigest(),
+        "losses": [report.loss for report in reports],
+        "after": [report.search_loss_after for report in reports],
+        "ritz": [report.ritz_values for report in reports],
+        "evaluations": [report.inner_evaluations for report in reports],
+        "iterations": [report.inner_iterations for report in reports],
+        "accepted": [report.accepted for report in reports],
+        "cost": [report.sample_gradients for report in reports],
+        "sent": [report.bytes_sent for report in reports],
+        "rows": [len(report.ritz_values) for report in reports],
+    }
