@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Literal
@@ -17,7 +18,7 @@ from krylov_descent.compiled import CompiledPasses
 from krylov_descent.consistency import check_consistency
 from krylov_descent.curvature import CURVATURES
 from krylov_descent.data import Subsets
-from krylov_descent.distributed import ProcessGroup, Ranks
+from krylov_descent.distributed import ProcessGroup, Ranks, together
 from krylov_descent.distributed.state import even_part, own_part, require_same
 from krylov_descent.krylov import KrylovBuilder
 from krylov_descent.ksd import Memory, Settings, ksd_step, settle
@@ -88,7 +89,7 @@ class KSD(ClosureOptimizer):
         True
     """
 
-    _KEPT = ("_krylov_dim", "_curvature", "_seed", "_builder", "_settings", "_compiled")
+    _KEPT = ("_krylov_dim", "_curvature", "_seed", "_builder", "_settings", "_compiled", "_shared")
 
     def __init__(
         self,
@@ -114,6 +115,7 @@ class KSD(ClosureOptimizer):
             raise ValueError(f"curvature={curvature!r}: must be one of {sorted(CURVATURES)}.")
         if isinstance(preconditioner, str) and preconditioner == "fisher":
             preconditioner = Fisher()
+        given = preconditioner if isinstance(preconditioner, Fisher) else type(preconditioner).__name__
         if isinstance(preconditioner, Fisher):
             preconditioner = preconditioner.prepare()
         if isinstance(preconditioner, type) or (preconditioner is not None and not hasattr(preconditioner, "start")):
@@ -142,6 +144,8 @@ class KSD(ClosureOptimizer):
             rollback,
         )
         self._compiled = CompiledPasses() if compile else None
+        # What ranks must have in common to take the same path, beside what has a name in their error.
+        self._shared = repr((curvature, given, previous, search, rollback, memory_budget, storage, compile))
         super().__init__(params, weight_decay, ranks.comm())
 
     def step(  # type: ignore[override]
@@ -165,7 +169,9 @@ class KSD(ClosureOptimizer):
         no_inference_mode()
         parameters = ParameterVector(self.param_groups)
         memory = self._remember(parameters)
-        require_same(self._comm, parameters, (memory.iteration, memory.seed, self._krylov_dim))
+        decays = [group["weight_decay"] for group in self.param_groups]
+        settings = zlib.crc32(f"{self._shared} {decays}".encode())
+        require_same(self._comm, parameters, (memory.iteration, memory.seed, self._krylov_dim, settings))
         with torch.enable_grad(), self._full_precision():
             objective, draw_sets = self._prepare(closure, sets, memory, parameters)
             self._builder.require_room(objective)
@@ -174,7 +180,9 @@ class KSD(ClosureOptimizer):
                     objective, draw_sets(memory.search_growth), curvature_of_outputs=self._curvature != "hessian"
                 )
             if not self._builder.announced:
-                self._builder.announce(objective, draw_sets(memory.search_growth).b)
+                first = draw_sets(memory.search_growth)
+                together(self._comm, lambda: len(first.b))  # load it
+                self._builder.announce(objective, first.b)
             report, memory = ksd_step(objective, draw_sets, memory, self._settings)
         self._store(parameters, memory)
         return report

@@ -32,7 +32,7 @@ def require_same(comm: Comm, parameters: ParameterVector, numbers: Sequence[int]
     largest, smallest = comm.max(own), -comm.max(-own)
     if torch.equal(largest, smallest):
         return
-    what = ["number of parameters", "values of the parameters", "iteration", "seed", "krylov_dim"]
+    what = ["number of parameters", "values of the parameters", "iteration", "seed", "krylov_dim", "other settings"]
     differ = [name for name, a, b in zip(what, largest.tolist(), smallest.tolist(), strict=True) if a != b]
     raise ValueError(
         f"The ranks do not start from the same state: they differ in {', '.join(differ)}. Build the model from the "
