@@ -1,8 +1,8 @@
 """Measure KSD against the bare engine and against others: `python -m benchmarks [section ...]`.
 
 Every figure is a ratio of times taken in turn within one run: medians, and quartiles in brackets. Sections: products,
-fisher, step, compiling, memory, growth; without a name, all of them (about half an hour on two cores; --quick: ten
-minutes). A section's results are added to the JSON file as soon as they are known.
+fisher, step, compiling, memory, growth, ranks; without a name, all of them (about three quarters of an hour on two
+cores; --quick: a quarter). A section's results are added to the JSON file as soon as they are known.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 from experiments.curves import curves
 from experiments.networks import autoencoder
 
-from benchmarks import compiling, fisher, growth, memory, problems, products, step
+from benchmarks import compiling, fisher, growth, memory, problems, products, ranks, step
 from benchmarks.problems import Problem
 from benchmarks.timing import Ratio
 from krylov_descent.data import Microbatch
@@ -105,6 +105,11 @@ def run_growth(quick: bool) -> dict[str, Any]:
     return growth.measure(quick=quick)
 
 
+def run_ranks(quick: bool) -> dict[str, Any]:
+    """Memory, bytes and seconds on 1, 2 and 4 ranks."""
+    return ranks.measure(quick)
+
+
 SECTIONS: dict[str, Callable[[bool], dict[str, Any]]] = {
     "products": run_products,
     "fisher": run_fisher,
@@ -112,6 +117,7 @@ SECTIONS: dict[str, Callable[[bool], dict[str, Any]]] = {
     "compiling": run_compiling,
     "memory": run_memory,
     "growth": run_growth,
+    "ranks": run_ranks,
 }
 
 

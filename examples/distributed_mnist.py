@@ -4,9 +4,10 @@
     torchrun --nproc-per-node 4 examples/distributed_mnist.py --data DIRECTORY
     torchrun --nproc-per-node 4 --max-restarts 3 examples/distributed_mnist.py --data DIRECTORY --checkpoints runs/mnist
 
-The directory holds ``mnist.npz`` with the arrays x_train, y_train, x_test and y_test. With ``--checkpoints``, a run goes
-on where the last one ended, whatever the number of ranks of either.
+The directory holds ``mnist.npz`` with the arrays x_train, y_train, x_test and y_test. With ``--checkpoints``, a run
+goes on where the last one ended, whatever the number of ranks of either.
 """
+# ruff: noqa: T201
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def _standard_error(before: BatchLosses, after: BatchLosses, objective: Objectiv
             sums[share] += torch.tensor(
                 [1, w, w * d, w * w, w * w * d, (w * d) ** 2], dtype=torch.float64, device="cpu"
             )
-    m, W, wd, ww, wwd, wwdd = (float(x) for x in objective.comm.sum(sums))
+    m, W, wd, ww, wwd, wwdd = (float(x) for x in objective.comm.total(sums))
     if m < 2:
         return math.inf  # one part has no scatter: nothing can be told
     mean = wd / W

@@ -16,6 +16,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from krylov_descent.compiled import CompiledPasses
 from krylov_descent.data import Subsets
 from krylov_descent.distributed import Comm, SingleProcess
+from krylov_descent.distributed.sharded import is_sharded
 from krylov_descent.objective import Objective
 from krylov_descent.parameters import ParameterVector, check_uniform
 
@@ -37,6 +38,23 @@ class ClosureOptimizer(Optimizer):
         if not (isinstance(decay, (int, float)) and 0 <= decay < math.inf):
             raise ValueError(f"weight_decay={decay!r}: must be a number ≥ 0.")
         super().add_param_group(param_group)
+
+    def _parameters(self) -> ParameterVector:
+        """The parameters as they are grouped now.
+
+        Raises:
+            ValueError: they are spread over a mesh, which this optimizer cannot do with.
+        """
+        parameters = ParameterVector(self.param_groups)
+        if any(map(is_sharded, parameters.params)):
+            self._comm = self._mesh_comm(parameters)
+        return parameters
+
+    def _mesh_comm(self, parameters: ParameterVector) -> Comm:
+        raise ValueError(
+            f"{type(self).__name__} was given DTensor parameters, whose inner products it would take of this rank's "
+            "parts only. Use krylov_descent.KSD, or plain parameters."
+        )
 
     def _full_precision(self) -> AbstractContextManager[Any]:
         """No autocast from outside: its casts are not for vectors of all parameters."""

@@ -162,7 +162,7 @@ def length(x: Tensor, comm: Comm) -> float:
     if info.tiny / info.eps**2 < square < math.inf:
         return math.sqrt(square)
     # Squares that overflow or vanish: the largest element first. Slow, and rare.
-    size = float(comm.max(torch.linalg.vector_norm(x, torch.inf)))
+    size = float(comm.max(torch.linalg.vector_norm(x, torch.inf) if len(x) else x.new_zeros(())))
     if not 0 < size < math.inf:
         return size
     return size * math.sqrt(float(inner(comm, len(x), lambda piece: (x[piece] / size).square().sum())))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from krylov_descent.data import Microbatch
+from krylov_descent.distributed.sharded import whole
 
 BatchClosure = Callable[[Any], Any]
 
@@ -58,7 +60,7 @@ def evaluate(closure: BatchClosure, batch: Microbatch) -> Evaluation:
     returned = result if isinstance(result, tuple) else (result,)
     if not 1 <= len(returned) <= 3 or not isinstance(returned[0], Tensor):
         raise ValueError(f"The closure returned {_describe(result)}. {_REMEDY}")
-    loss = returned[0]
+    loss = whole(returned[0])
     if loss.numel() != 1 and len(returned) > 1 and isinstance(returned[1], Tensor) and returned[1].numel() == 1:
         raise ValueError(f"The closure seems to return outputs, loss; the loss comes first. {_REMEDY}")
     if loss.numel() != 1 or not loss.dtype.is_floating_point:
@@ -185,7 +187,7 @@ def _read_outputs(outputs: Any) -> tuple[Tensor, ...]:
 
 def _read_weight(weight: Any) -> float:
     try:
-        value = float(weight.detach() if isinstance(weight, Tensor) else weight)
+        value = float(whole(weight.detach()) if isinstance(weight, Tensor) else weight)
     except (TypeError, ValueError, RuntimeError):
         value = math.nan
     if not (value >= 0 and math.isfinite(value)):
@@ -252,3 +254,14 @@ def no_inference_mode() -> None:
     """
     if torch.is_inference_mode_enabled():
         raise ValueError("KSD.step needs gradients and was called inside torch.inference_mode(). Leave it first.")
+
+
+@contextmanager
+def same_path_as_with_gradients() -> Iterator[None]:
+    """Keep nn.TransformerEncoder's inference-only kernels out of passes that are compared with others."""
+    enabled = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(enabled)

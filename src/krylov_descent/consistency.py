@@ -150,7 +150,7 @@ def _warn_of_bypass(objective: Objective, evaluation: Evaluation) -> None:
     for total in (g, rest):
         total.add(both[: len(params)], 1.0)
     rest.add(through, -1.0)
-    bypass, whole = float(rest.times(1.0).norm()), float(g.times(1.0).norm())
+    bypass, whole = (math.sqrt(float(objective.comm.dot(x, x))) for x in (rest.times(1.0), g.times(1.0)))
     if whole > 0 and bypass > torch.finfo(loss.dtype).eps ** 0.5 * whole:
         warnings.warn(
             f"{bypass / whole:.0%} of the gradient (by norm) does not pass through the outputs that the closure "

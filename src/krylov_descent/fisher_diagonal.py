@@ -26,6 +26,7 @@ from torch.utils.hooks import RemovableHandle
 from krylov_descent.closure import Evaluation, require_outputs, require_rows, row_scaled
 from krylov_descent.curvature.gauss_newton import require_influence
 from krylov_descent.distributed import Comm
+from krylov_descent.distributed.sharded import beside, local_part, whole
 from krylov_descent.layer_rules import Scratch
 from krylov_descent.objective import PROBE, PassAgain
 from krylov_descent.parameters import ParameterVector
@@ -160,7 +161,7 @@ class FisherDiagonal:
         for _ in range(self._probes if rest else 0):
             signs = self._all_signs(evaluation, self._generator)
             for i, x in self._pull_back(evaluation, dL_dz, signs, rest, scale).items():
-                x = x.to(self._parameters.dtype)
+                x = local_part(x, self._parameters.params[i]).to(self._parameters.dtype)
                 self._views[i].addcmul_(x, x, value=1 / self._probes)
             pulls += 1
         return PROBE * pulls
@@ -181,7 +182,7 @@ class FisherDiagonal:
         A power of two, so that it leaves no trace in rounding: ranks have units of their own.
         """
         if self._unit is None and delta.numel():
-            size = float(delta.abs().max()) * weight
+            size = float(whole(delta.abs().max())) * weight
             if 0 < size < math.inf:
                 self._unit = math.ldexp(1.0, -math.frexp(size)[1])
 
@@ -238,7 +239,7 @@ class FisherDiagonal:
         samples = torch.zeros(comm.shares, dtype=torch.float64, device="cpu")
         samples[0] = self._samples
         squares, unit = self._summed(comm)
-        return squares * (float(comm.sum(samples)) / (total_weight * unit) ** 2)
+        return squares * (float(comm.total(samples)) / (total_weight * unit) ** 2)
 
     def solver(self, comm: Comm) -> Callable[[Tensor], Tensor] | None:
         """D⁻¹ up to a factor, which no Krylov subspace depends on: D is scaled to a maximum of one."""
@@ -246,7 +247,7 @@ class FisherDiagonal:
         if float(comm.max(torch.tensor(float(not self._available), device="cpu"))):
             return None
         squares, _ = self._summed(comm)
-        largest = float(comm.max(squares.max()))
+        largest = float(comm.max(squares.max() if len(squares) else squares.new_zeros(())))
         if not 0 < largest < float("inf"):
             return lambda w: w
         inverse = squares.div_(largest).clamp_(min=self._floor).reciprocal_()
@@ -272,7 +273,7 @@ class FisherDiagonal:
     ) -> dict[int, Tensor]:
         """Σᵢ sᵢ Jᵢᵀδᵢ, scaled, for the parameters of these indices."""
         zs = [
-            (z, row_scaled(d, s.to(d) * scale))
+            (z, row_scaled(d, beside(s.to(d.device, d.dtype) * scale, d)))
             for z, d, s in zip(evaluation.outputs, dL_dz, signs, strict=True)
             if d is not None
         ]

@@ -13,6 +13,7 @@ from krylov_descent.basis import Subspace, krylov_basis
 from krylov_descent.budget import Need, Storage
 from krylov_descent.curvature import CurvatureProduct, MicrobatchGraph
 from krylov_descent.data import Microbatch
+from krylov_descent.distributed import part_length
 from krylov_descent.objective import Objective
 from krylov_descent.rows import Rows
 
@@ -42,7 +43,7 @@ class KrylovBuilder:
 
         Products are written over g: by the first of them, the basis has begun and g is needed no more.
         """
-        K = min(self.krylov_dim, objective.parameters.numel)
+        K = min(self.krylov_dim, objective.parameters.count)
         if self._V is None or not self._V.holds(K + 1, g):
             self._V = None  # free the old one first
             self._V = Rows(K + 1, g, self.storage.dtype, self.storage.device)
@@ -78,9 +79,9 @@ class KrylovBuilder:
         parameters = objective.parameters
         if self.memory_budget is None:
             return None
-        start, stop = objective.comm.bounds(parameters.numel)
-        vectors = min(self.krylov_dim, parameters.numel) + 1
-        return Need(self.memory_budget, vectors, stop - start, parameters.dtype, parameters.device, self.storage)
+        length = part_length(objective.comm, parameters.numel)
+        vectors = min(self.krylov_dim, parameters.count) + 1
+        return Need(self.memory_budget, vectors, length, parameters.dtype, parameters.device, self.storage)
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy of an optimizer needs no copy of its workspace.

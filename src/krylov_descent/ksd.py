@@ -170,7 +170,7 @@ def _descend(
     if grad_norm > 0:
         d_prev = memory.d_prev
         if d_prev is None and memory.iteration == 0 and settings.previous == "e1":  # line 1
-            d_prev = comm.shard(torch.eye(1, parameters.numel, dtype=g.dtype, device=g.device)[0])
+            d_prev = comm.shard(parameters.first_unit())
         if settings.previous is None:
             d_prev = None
         g = g.clone() if known else g  # the builder may write over it
@@ -271,7 +271,7 @@ def _name(preconditioner: Preconditioner | None) -> str:
 def _over_ranks(x: float, comm: Comm) -> float:
     shares = torch.zeros(comm.shares, dtype=torch.float64, device="cpu")
     shares[0] = x
-    return float(comm.sum(shares))
+    return float(comm.total(shares))
 
 
 def _identity(w: Tensor) -> Tensor:

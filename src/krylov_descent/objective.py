@@ -8,8 +8,8 @@ raised on all.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -141,6 +141,17 @@ class Objective:
         """θ ← what the parts [P_local] of all ranks make together."""
         self.parameters.write(self.comm.all_gather(theta, self.parameters.numel))
 
+    def add_decay(self, part: Tensor, x: Tensor | None = None) -> None:
+        """part += c∘x, of this rank's parts [P_local]: the decay's gradient (x = θ, the default) or product."""
+        parameters, comm = self.parameters, self.comm
+        if (bounds := comm.bounds(parameters.numel)) is not None:
+            parameters.add_decay(part, bounds[0], x)
+        elif any(parameters.decay):
+            whole = parameters.read() if x is None else comm.all_gather(x, parameters.numel)
+            decay = parameters.zeros()
+            parameters.add_decay(decay, 0, whole)
+            part.add_(comm.shard(decay))
+
     def value(self, batches: Iterable[Microbatch]) -> BatchLosses:
         """f by forward passes only."""
         gathered = _Gathered()
@@ -153,7 +164,7 @@ class Objective:
 
     def loss_and_weight(self, batch: Microbatch) -> tuple[Tensor, float]:
         """The mean loss of one micro-batch and its weight, by a forward pass."""
-        with same_path_as_with_gradients():
+        with closures.same_path_as_with_gradients():
             try:
                 with self.parameters.frozen():
                     evaluation = closures.evaluate(self._closure, batch)
@@ -199,7 +210,7 @@ class Objective:
 
         def gradient() -> Tensor:
             g = sums.over_ranks(1 / W)
-            parameters.add_decay(g, comm.bounds(parameters.numel)[0])
+            self.add_decay(g)
             return g
 
         return Derivative(losses, slope, gradient)
@@ -267,7 +278,7 @@ class Objective:
             rows[share, 1] = math.fsum(gathered.weights[i] for i in own)
             rows[share, 2] = slopes[share] if slopes else 0.0
             rows[share, 3] = float(gathered.again)
-        weighted, W, slope, again = self.comm.sum(rows, failure).tolist()
+        weighted, W, slope, again = self.comm.total(rows, failure).tolist()
         if again:
             raise PassAgain
         require_weight(W)
@@ -287,14 +298,3 @@ def require_weight(W: float) -> None:
             "The weights that the closure returned for a whole sample set sum to 0: every term is masked. "
             "Drop samples without a target from the data set, or enlarge fraction."
         )
-
-
-@contextmanager
-def same_path_as_with_gradients() -> Iterator[None]:
-    """Keep nn.TransformerEncoder's inference-only kernels out of passes that are compared with others."""
-    enabled = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(enabled)

@@ -18,7 +18,9 @@ from krylov_descent.compiled import CompiledPasses
 from krylov_descent.consistency import check_consistency
 from krylov_descent.curvature import CURVATURES
 from krylov_descent.data import Subsets
-from krylov_descent.distributed import ProcessGroup, Ranks, together
+from krylov_descent.distributed import Comm, ProcessGroup, Ranks, SingleProcess, together
+from krylov_descent.distributed.mesh import MeshComm
+from krylov_descent.distributed.sharded import lean_graphs
 from krylov_descent.distributed.state import even_part, own_part, require_same
 from krylov_descent.krylov import KrylovBuilder
 from krylov_descent.ksd import Memory, Settings, ksd_step, settle
@@ -167,12 +169,12 @@ class KSD(ClosureOptimizer):
             ValueError: the closure cannot be used, with the remedy; the parameters are then as before.
         """
         no_inference_mode()
-        parameters = ParameterVector(self.param_groups)
+        parameters = self._parameters()
         memory = self._remember(parameters)
         decays = [group["weight_decay"] for group in self.param_groups]
         settings = zlib.crc32(f"{self._shared} {decays}".encode())
         require_same(self._comm, parameters, (memory.iteration, memory.seed, self._krylov_dim, settings))
-        with torch.enable_grad(), self._full_precision():
+        with torch.enable_grad(), self._full_precision(), lean_graphs():
             objective, draw_sets = self._prepare(closure, sets, memory, parameters)
             self._builder.require_room(objective)
             if memory.iteration == 0:
@@ -207,9 +209,9 @@ class KSD(ClosureOptimizer):
             True
         """
         no_inference_mode()
-        parameters = ParameterVector(self.param_groups)
+        parameters = self._parameters()
         memory = self._remember(parameters)
-        with torch.enable_grad(), self._full_precision():
+        with torch.enable_grad(), self._full_precision(), lean_graphs():
             objective, draw_sets = self._prepare(closure, sets, memory, parameters)
             settlement, settled = settle(objective, draw_sets(memory.search_growth), memory)
         if not settlement.accepted:
@@ -223,13 +225,19 @@ class KSD(ClosureOptimizer):
         objective = self._objective(closure, sets, parameters, self._compiled)
         source = FullBatch() if sets is None else sets
         comm = self._comm
-        share: dict[str, Any] = {}
-        if comm.ranks * comm.shares > 1:
-            first = comm.rank * comm.shares
-            share = {"shares": range(first, first + comm.shares), "of_shares": comm.ranks * comm.shares}
+        shares, of_shares = comm.samples
+        share: dict[str, Any] = {"shares": shares, "of_shares": of_shares} if of_shares > 1 else {}
         return objective, lambda growth: source.draw(
             memory.iteration, krylov_dim=self._krylov_dim, search_growth=growth, **share
         )
+
+    def _mesh_comm(self, parameters: ParameterVector) -> Comm:
+        if not isinstance(self._comm, (SingleProcess, MeshComm)) or self._compiled is not None:
+            raise ValueError(
+                "The parameters are DTensors, which have a mesh of their own: process_group and compile=True do not go "
+                "with them. For data parallelism give the mesh a dimension along which parameters are Replicate()."
+            )
+        return MeshComm(parameters.params, parameters.sizes)
 
     @property
     def process_group(self) -> Any:
@@ -239,7 +247,7 @@ class KSD(ClosureOptimizer):
     @property
     def numel(self) -> int:
         """P, the number of trainable parameters."""
-        return ParameterVector(self.param_groups).numel
+        return self._parameters().numel
 
     def sharded_state(self) -> tuple[dict[str, Tensor | None], dict[str, int | float]]:
         """What a run remembers, for ``krylov_descent.distributed.checkpoint``; a collective.
@@ -248,13 +256,18 @@ class KSD(ClosureOptimizer):
             Vectors by name, of which this rank has positions [r·s, (r+1)·s) with s = ⌈P/R⌉, padded by zeros, or None;
             and numbers by name.
         """
-        memory = self._remember(ParameterVector(self.param_groups))
+        memory = self._remember(self._parameters())
+        if isinstance(self._comm, MeshComm):
+            raise ValueError(
+                "The parameters are DTensors, and so is the optimizer's state: save both with torch.distributed."
+                "checkpoint and its get_state_dict, which krylov_descent.distributed.checkpoint does not replace there."
+            )
         vectors, numbers = memory_parts(memory)
         return {k: None if x is None else even_part(x, self.numel, self._comm) for k, x in vectors.items()}, numbers
 
     def load_sharded_state(self, vectors: Mapping[str, Tensor | None], numbers: Mapping[str, int | float]) -> None:
         """Take back what ``sharded_state`` gave, on any number of ranks; a collective."""
-        parameters = ParameterVector(self.param_groups)
+        parameters = self._parameters()
         parts = {k: None if x is None else own_part(x, parameters, self._comm) for k, x in vectors.items()}
         self._store(parameters, memory_of(parts, numbers))
 

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from krylov_descent.distributed.sharded import holds_first, local_part, placed_as, whole
+
 
 class ParameterVector:
     """The trainable parameters of all groups, in order, seen as one vector."""
@@ -25,8 +27,10 @@ class ParameterVector:
             self.params += trained
             self._decay += [float(group["weight_decay"])] * len(trained)
         check_uniform(self.params)
-        self.sizes = [p.numel() for p in self.params]
+        self.local = [local_part(p, p) for p in self.params]  # the parameters themselves, or aliases of their parts
+        self.sizes = [p.numel() for p in self.local]
         self.numel = sum(self.sizes)
+        self.count = sum(p.numel() for p in self.params)  # over all ranks
         first = self.params[0]
         self.device = first.device
         # Half-precision parameters are searched in float32: 8 bits cannot hold an orthonormal basis.
@@ -34,11 +38,12 @@ class ParameterVector:
 
     def flatten(self, tensors: Sequence[Tensor]) -> Tensor:
         """Tensors in the shapes of the parameters → one new vector [P]."""
-        return torch.cat([t.detach().reshape(-1) for t in tensors]).to(self.dtype)
+        parts = [local_part(t.detach(), p) for t, p in zip(tensors, self.params, strict=True)]
+        return torch.cat([t.reshape(-1) for t in parts]).to(self.dtype)
 
     def joined(self, tensors: Sequence[Tensor]) -> Tensor:
         """As ``flatten``, but the vector itself where they are what ``unflatten`` made of one: do not write."""
-        base = tensors[0]._base
+        base = tensors[0]._base  # of DTensors, none
         if base is None or base.shape != (self.numel,) or base.dtype != self.dtype:
             return self.flatten(tensors)
         parts = zip(tensors, self.views(base), strict=True)
@@ -58,11 +63,18 @@ class ParameterVector:
 
     def unflatten(self, x: Tensor) -> list[Tensor]:
         """One vector [P] → views in the shapes of the parameters, in the parameters' dtype."""
-        return [part.view_as(p).to(p.dtype) for part, p in zip(torch.split(x, self.sizes), self.params, strict=True)]
+        return [placed_as(part.to(p.dtype), p) for part, p in zip(self.views(x), self.params, strict=True)]
 
     def views(self, x: Tensor) -> list[Tensor]:
         """One vector [P] → writable views in the shapes of the parameters, in the vector's dtype."""
-        return [part.view_as(p) for part, p in zip(torch.split(x, self.sizes), self.params, strict=True)]
+        return [part.view_as(p) for part, p in zip(torch.split(x, self.sizes), self.local, strict=True)]
+
+    def first_unit(self) -> Tensor:
+        """e₁ [P]."""
+        e = self.zeros()
+        if holds_first(self.params[0]):
+            e[0] = 1.0
+        return e
 
     def read(self) -> Tensor:
         """A copy of θ."""
@@ -72,9 +84,9 @@ class ParameterVector:
     def write(self, x: Tensor, direction: Tensor | None = None, alpha: float = 1.0) -> None:
         """θ ← x, or x + alpha·direction, in place."""
         if direction is None:
-            torch._foreach_copy_(self.params, self.views(x))
+            torch._foreach_copy_(self.local, self.views(x))
             return
-        for p, part, along in zip(self.params, self.views(x), self.views(direction), strict=True):
+        for p, part, along in zip(self.local, self.views(x), self.views(direction), strict=True):
             if p.dtype == part.dtype:
                 torch.add(part, along, alpha=alpha, out=p)
             else:
@@ -99,7 +111,7 @@ class ParameterVector:
     def decay_value(self) -> float:
         """½ Σ c ‖θ‖² at the current parameters."""
         return sum(
-            0.5 * c * float(p.to(self.dtype).square().sum(dtype=torch.float64))
+            0.5 * c * float(whole(p.to(self.dtype).square().sum(dtype=torch.float64)))
             for c, p in zip(self._decay, self.params, strict=True)
             if c
         )
@@ -108,7 +120,7 @@ class ParameterVector:
     def add_decay(self, out: Tensor, start: int, x: Tensor | None = None) -> None:
         """out += c∘x for the part of the vector that begins at ``start``: the decay's gradient (x = θ) or product."""
         position = -start
-        for c, p in zip(self._decay, self.params, strict=True):
+        for c, p in zip(self._decay, self.local, strict=True):
             i, j = max(0, position), min(len(out), position + p.numel())
             if c and i < j:
                 part = p.reshape(-1)[i - position : j - position] if x is None else x[i:j]
@@ -119,8 +131,8 @@ class ParameterVector:
     def decay_slope(self, direction: Tensor) -> float:
         """The decay's derivative Σ c θ·d along a direction [P]."""
         return sum(
-            c * float(p.to(self.dtype).reshape(-1) @ d.reshape(-1))
-            for c, p, d in zip(self._decay, self.params, self.views(direction), strict=True)
+            c * float(whole((p.to(self.dtype) * d).sum(dtype=torch.float64)))
+            for c, p, d in zip(self._decay, self.params, self.unflatten(direction), strict=True)
             if c
         )
 

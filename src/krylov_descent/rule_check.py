@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
+from krylov_descent.distributed.sharded import is_sharded
 from krylov_descent.layer_rules import Layer, discrepancy, fits, has_rule, layer_of
 
 
@@ -63,7 +64,9 @@ def recorded_calls(index: Mapping[int, int]) -> Iterator[list[Call]]:
     calls: list[Call] = []
 
     def hook(module: nn.Module, args: Any, output: Any) -> None:
-        owns = any(id(p) in index for p in module._parameters.values())
+        own = [p for p in module._parameters.values() if p is not None]
+        # Rules are for layers whose parameters are all here; those of others take the probe.
+        owns = any(id(p) in index for p in own) and not any(map(is_sharded, own))
         if owns and has_rule(module) and all(isinstance(x, Tensor) for x in (*args, output)) and len(args) == 1:
             seen.append((module, args[0], output))
 

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from krylov_descent.distributed import Comm
+from krylov_descent.distributed import Comm, part_length
+from krylov_descent.distributed.sharded import is_sharded
 from krylov_descent.ksd import Memory
 from krylov_descent.parameters import ParameterVector
 
@@ -32,11 +33,13 @@ def read_memory(state: State, first: Tensor, parameters: ParameterVector, seed: 
     if "iteration" not in numbers:
         return Memory(iteration=0, seed=seed)
     own, found = _layout(parameters, comm), tuple(numbers.get("layout", _whole(parameters)))
-    if own == _whole(parameters) == found:
-        vectors = {
+    vectors: dict[str, Tensor | None]
+    if comm.as_parameters and found == _whole(parameters):
+        whole = {
             "d_prev": read_vector(state, parameters, "d_prev", partial=True),
             "accepted": read_vector(state, parameters, "accepted", partial=False),
         }
+        vectors = {key: None if x is None else comm.shard(x) for key, x in whole.items()}
     elif own == found:
         vectors = {key: numbers.get(f"{key}_part") for key in _VECTORS}
     else:
@@ -51,16 +54,16 @@ def read_memory(state: State, first: Tensor, parameters: ParameterVector, seed: 
 def write_memory(state: State, first: Tensor, parameters: ParameterVector, memory: Memory, comm: Comm) -> None:
     """Replace the memory in a state; its vectors are kept as they are, in views, or as this rank's parts."""
     vectors, numbers = memory_parts(memory)
-    layout = _layout(parameters, comm)
-    if layout == _whole(parameters):
-        write_vectors(state, parameters, vectors)
+    if comm.as_parameters:
+        whole = {k: None if x is None else comm.all_gather(x, parameters.numel) for k, x in vectors.items()}
+        write_vectors(state, parameters, whole)
         state[first].update(numbers)
         return
     for key, x in vectors.items():
         state[first].pop(f"{key}_part", None)
         if x is not None:
             state[first][f"{key}_part"] = x
-    state[first].update(numbers, layout=list(layout))
+    state[first].update(numbers, layout=list(_layout(parameters, comm)))
 
 
 def memory_parts(memory: Memory) -> tuple[dict[str, Tensor | None], dict[str, int | float]]:
@@ -82,8 +85,7 @@ def memory_of(vectors: Mapping[str, Tensor | None], numbers: Mapping[str, int | 
 
 def _layout(parameters: ParameterVector, comm: Comm) -> tuple[int, ...]:
     """Rank, ranks, P, and the length of a part."""
-    start, stop = comm.bounds(parameters.numel)
-    return comm.rank, comm.ranks, parameters.numel, stop - start
+    return comm.rank, comm.ranks, parameters.numel, part_length(comm, parameters.numel)
 
 
 def _whole(parameters: ParameterVector) -> tuple[int, ...]:
@@ -98,7 +100,8 @@ def write_vectors(state: State, parameters: ParameterVector, vectors: Mapping[st
     for key, vector in vectors.items():
         if vector is not None:
             for p, part in zip(parameters.params, parameters.unflatten(vector), strict=True):
-                state[p][key] = part
+                # torch.save fails for a DTensor whose local part does not begin its storage.
+                state[p][key] = part.clone() if is_sharded(part) else part
 
 
 def read_vector(state: State, parameters: ParameterVector, key: str, *, partial: bool) -> Tensor | None:

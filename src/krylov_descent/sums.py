@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from krylov_descent.distributed import Comm
+from krylov_descent.distributed.sharded import local_part
 from krylov_descent.parameters import ParameterVector
 
 T = TypeVar("T")
@@ -34,7 +35,10 @@ class WeightedSum:
     def add(self, tensors: Sequence[Tensor | None], weight: float) -> None:
         """Add weight · tensors, with None for zeros."""
         views = self._parameters.views(self._total)
-        pairs = [(out, t.detach()) for out, t in zip(views, tensors, strict=True) if t is not None]
+        params = self._parameters.params
+        pairs = [
+            (out, local_part(t.detach(), p)) for out, t, p in zip(views, tensors, params, strict=True) if t is not None
+        ]
         outs, given = [out for out, _ in pairs], [t for _, t in pairs]
         if self._unit:
             if outs:
@@ -47,9 +51,9 @@ class WeightedSum:
             if t is None:
                 out.zero_()
 
-    def dot(self, x: Tensor) -> float:
-        """The sum's inner product with a vector [P]."""
-        return self._unit * float(self._total @ x) if self._unit else 0.0
+    def dot(self, x: Tensor, comm: Comm) -> float:
+        """The sum's inner product with a vector [P]: a term for ``comm.total``."""
+        return self._unit * float(comm.dot(self._total, x)) if self._unit else 0.0
 
     def in_units(self) -> tuple[Tensor, float]:
         """A vector, and what it has to be multiplied with to be the sum; ends the use of this object."""
@@ -149,7 +153,7 @@ class ShareSums(TreeSum[WeightedSum]):
     def end(self, share: int, collector: WeightedSum) -> Tensor:
         """The sum over a share."""
         if self._along is not None:
-            self.slopes[share] = collector.dot(self._along)
+            self.slopes[share] = collector.dot(self._along, self._comm)
         if not self._alone:
             return collector.times(1.0)
         x, self._unit = collector.in_units()  # one multiplication for this unit and for what follows

@@ -32,7 +32,7 @@ ROOT = Path(__file__).parents[2]
 R = 4
 STEPS = 12
 PHASES = (*STEP, "save")
-_SAME = ("sha256 of θ", "sha256 of the state")
+SAME = ("sha256 of θ", "sha256 of the state")
 
 
 def left_alone(plan: Plan, ranks: int) -> list[dict[str, Any]]:
@@ -101,7 +101,7 @@ def compare(plan: Plan, code: int, errors: str, expected: Sequence[dict[str, Any
         wrong.append(f"{len(deaths)} deaths and {len(starts)} starts")
     for rank, result in enumerate(expected):
         found = json.loads((Path(plan.directory) / f"end-{rank}.json").read_text())
-        wrong += [f"rank {rank}: other {key}" for key in _SAME if found[key] != result[key]]
+        wrong += [f"rank {rank}: other {key}" for key in SAME if found[key] != result[key]]
     for entry in entries(plan, "losses"):
         loss = expected[0]["losses"][entry["iteration"]]
         if entry["loss"] != loss:
@@ -140,7 +140,7 @@ def continue_elsewhere(root: Path, expected: Sequence[dict[str, Any]]) -> list[t
     plan = Plan(str(root / "fixed-half"), STEPS // 2, reproducible=8)
     left_alone(plan, R)
     result = left_alone(Plan(plan.directory, STEPS, reproducible=8), 2)[0]
-    rows.append((f"{R} → 2 ranks, reproducible", [f"other {key}" for key in _SAME if result[key] != whole[key]]))
+    rows.append((f"{R} → 2 ranks, reproducible", [f"other {key}" for key in SAME if result[key] != whole[key]]))
     return rows
 
 
@@ -180,8 +180,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         failures += wrong
     missing = [phase for phase in PHASES if given.kills >= 2 * len(PHASES) and not hit[phase]]
     failures += [f"no kill during {phase}" for phase in missing]
-    _say(f"{hit.total()} kills ({', '.join(f'{n} {phase}' for phase, n in sorted(hit.items()))}) in {run} runs, ")
-    _say(f"{time.monotonic() - began:.0f} s: {'FAILED: ' + '; '.join(failures) if failures else 'all fine'}")
+    phases = ", ".join(f"{n} {phase}" for phase, n in sorted(hit.items()))
+    _say(f"{hit.total()} kills ({phases}) in {run} runs, {time.monotonic() - began:.0f} s")
+    _say("FAILED: " + "; ".join(failures) if failures else "all fine")
     if not failures:
         shutil.rmtree(root)
     return int(bool(failures))

@@ -29,12 +29,12 @@ def _serve(rank: int, store: str, inbox: Any, outbox: Any) -> None:
         task = inbox.get()
         if task is None:
             break
-        function, ranks, arguments = pickle.loads(task)
+        number, function, ranks, arguments = pickle.loads(task)
         try:
-            outbox.put((rank, True, pickle.dumps(function(groups[ranks], *arguments))))
+            outbox.put((number, rank, True, pickle.dumps(function(groups[ranks], *arguments))))
         except BaseException as error:
             told = f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
-            outbox.put((rank, False, pickle.dumps(told)))
+            outbox.put((number, rank, False, pickle.dumps(told)))
     dist.destroy_process_group()
 
 
@@ -54,6 +54,7 @@ class Pool:
         store = Path(tempfile.mkdtemp()) / "store"
         self._inboxes = [context.Queue() for _ in range(WORLD)]
         self._outbox = context.Queue()
+        self._number = 0
         self._processes = [
             context.Process(target=_serve, args=(rank, str(store), inbox, self._outbox), daemon=True)
             for rank, inbox in enumerate(self._inboxes)
@@ -63,11 +64,15 @@ class Pool:
 
     def run(self, ranks: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         """function(group, *arguments) on the first ``ranks`` processes; what each returned."""
-        task = pickle.dumps((function, ranks, arguments))
+        self._number += 1
+        task = pickle.dumps((self._number, function, ranks, arguments))
         for inbox in self._inboxes[:ranks]:
             inbox.put(task)
-        answers = [self._outbox.get(timeout=120) for _ in range(ranks)]
-        results = {rank: (fine, pickle.loads(result)) for rank, fine, result in answers}
+        results: dict[int, tuple[bool, Any]] = {}
+        while len(results) < ranks:
+            number, rank, fine, result = self._outbox.get(timeout=300)
+            if number == self._number:  # not of a test that gave up waiting
+                results[rank] = fine, pickle.loads(result)
         failed = {rank: text for rank, (fine, text) in sorted(results.items()) if not fine}
         if failed:
             raise RanksFailedError(failed)

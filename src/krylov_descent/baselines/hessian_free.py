@@ -36,7 +36,6 @@ from krylov_descent.consistency import check_consistency
 from krylov_descent.curvature import CURVATURES, CurvatureProduct
 from krylov_descent.data import Subsets
 from krylov_descent.objective import BatchLosses, Objective
-from krylov_descent.parameters import ParameterVector
 from krylov_descent.precondition import Fisher, FisherPreconditioner
 from krylov_descent.report import StepReport, StopReason
 from krylov_descent.sets import FullBatch, StepSets
@@ -146,7 +145,7 @@ class HessianFree(ClosureOptimizer):
             ValueError: the closure cannot be used, with the remedy; the parameters are then as before.
         """
         no_inference_mode()
-        parameters = ParameterVector(self.param_groups)
+        parameters = self._parameters()
         numbers = self.state.get(self._first_parameter(), {})
         iteration = int(numbers.get("iteration", 0))
         damping = float(numbers.get("damping", self._damping))

@@ -73,7 +73,7 @@ class NonlinearCG(ClosureOptimizer):
             ValueError: the closure cannot be used, with the remedy; the parameters are then as before.
         """
         no_inference_mode()
-        clock, parameters = Clock(), ParameterVector(self.param_groups)
+        clock, parameters = Clock(), self._parameters()
         numbers = dict(self.state.get(self._first_parameter(), {}))
         iteration = int(numbers.get("iteration", 0))
         with torch.enable_grad(), self._full_precision():

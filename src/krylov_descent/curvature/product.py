@@ -16,6 +16,7 @@ from krylov_descent.curvature.convolution import LeanConvolutions
 from krylov_descent.curvature.graph import MicrobatchGraph
 from krylov_descent.data import Microbatch
 from krylov_descent.distributed import attempt, together
+from krylov_descent.distributed.sharded import local_part
 from krylov_descent.objective import GRADIENT, Objective, require_weight
 from krylov_descent.sums import ShareSums
 
@@ -96,11 +97,11 @@ class CurvatureProduct:
             sums.close()
 
         outcome = attempt(comm, work)
-        W, samples = comm.sum(rows, outcome).tolist()
+        W, samples = comm.total(rows, outcome).tolist()
         require_weight(W)
         views.clear()  # a vector of P numbers
         Hv = sums.over_ranks(self._kind.norm(W, samples), self._out)
-        parameters.add_decay(Hv, comm.bounds(parameters.numel)[0], v)
+        self._objective.add_decay(Hv, v)
         return Hv
 
     def _keep(self, batch: Microbatch, memory_budget: int | None) -> None:
@@ -150,10 +151,10 @@ class CurvatureProduct:
         if not enabled:
             yield size
             return
-        seen = {p.untyped_storage().data_ptr() for p in self._objective.parameters.params}
+        seen = {p.untyped_storage().data_ptr() for p in self._objective.parameters.local}
 
         def pack(x: Tensor) -> Tensor:
-            storage = x.untyped_storage()
+            storage = local_part(x, x).untyped_storage()
             if storage.data_ptr() not in seen:
                 seen.add(storage.data_ptr())
                 size[0] += storage.nbytes()

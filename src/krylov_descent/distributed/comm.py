@@ -45,21 +45,34 @@ class Comm(Protocol):
         rank: of this process, from 0.
         ranks: R.
         shares: that this rank stands for; one, unless sums are to be the same for any R.
+        samples: which shares of the sets this rank evaluates, and into how many they are cut.
+        as_parameters: whether vectors are kept as the parameters are: whole in one process, or in the parameters' own
+            placements.
         sent: bytes sent to other ranks so far.
     """
 
     rank: int
     ranks: int
     shares: int
+    samples: tuple[range, int]
+    as_parameters: bool
     sent: int
 
-    def sum(self, x: Tensor, failure: Exception | None = None) -> Tensor:
-        """[shares, …] → […]: the sum of small tensors over shares and ranks, the same on each.
+    def sum(self, x: Tensor) -> Tensor:
+        """[shares, …] → […]: the sum of small tensors, of inner products of parts, over shares and ranks."""
+        ...
+
+    def total(self, x: Tensor, failure: Exception | None = None) -> Tensor:
+        """[shares, …] → […]: the sum of small tensors, of losses, weights and counts, over all samples.
 
         Raises:
             Exception: ``failure``, what went wrong on this rank before the call.
             RankError: something went wrong on another.
         """
+        ...
+
+    def dot(self, x: Tensor, y: Tensor) -> Tensor:
+        """x·y of vectors [P], x of this rank's samples: a term for ``total``."""
         ...
 
     def max(self, x: Tensor) -> Tensor:
@@ -78,8 +91,8 @@ class Comm(Protocol):
         """[P] → [P_local]: this rank's part of a vector that every rank holds whole."""
         ...
 
-    def bounds(self, numel: int) -> tuple[int, int]:
-        """Where this rank's part of a vector [P] begins and ends; its padding lies beyond P."""
+    def bounds(self, numel: int) -> tuple[int, int] | None:
+        """Where this rank's part of a vector [P] begins and ends; its padding lies beyond P. None: in many places."""
         ...
 
 
@@ -89,13 +102,23 @@ class SingleProcess:
     rank = 0
     ranks = 1
     shares = 1
+    samples = (range(1), 1)
+    as_parameters = True
     sent = 0
 
-    def sum(self, x: Tensor, failure: Exception | None = None) -> Tensor:
+    def sum(self, x: Tensor) -> Tensor:
+        """Return the only share of ``x``."""
+        return x[0]
+
+    def total(self, x: Tensor, failure: Exception | None = None) -> Tensor:
         """Return the only share of ``x``."""
         if failure is not None:
             raise failure
         return x[0]
+
+    def dot(self, x: Tensor, y: Tensor) -> Tensor:
+        """x·y."""
+        return x @ y
 
     def max(self, x: Tensor) -> Tensor:
         """Return ``x``."""
@@ -118,6 +141,11 @@ class SingleProcess:
         return 0, numel
 
 
+def part_length(comm: Comm, numel: int) -> int:
+    """P_local."""
+    return comm.shard(torch.empty(numel, device="meta")).numel()
+
+
 def inner(comm: Comm, numel: int, product: Callable[[slice], Tensor]) -> Tensor:
     """Σ product(piece) over the pieces of vectors [P_local] that belong to each share, and over ranks.
 
@@ -132,7 +160,7 @@ def inner(comm: Comm, numel: int, product: Callable[[slice], Tensor]) -> Tensor:
 
 
 def attempt(comm: Comm, work: Callable[[], object]) -> Exception | None:
-    """Do what concerns this rank only; with other ranks around, what goes wrong is for the next ``comm.sum`` to raise.
+    """Do what concerns this rank only; with others around, what goes wrong is for the next ``comm.total`` to raise.
 
     A rank that raised by itself would leave the others waiting for it.
     """
@@ -152,4 +180,4 @@ def together(comm: Comm, work: Callable[[], object]) -> None:
     """Do what concerns this rank only; if it fails on one of them, it fails on all."""
     failure = attempt(comm, work)
     if comm.ranks > 1:
-        comm.sum(torch.zeros(comm.shares, 0, dtype=torch.float64, device="cpu"), failure)
+        comm.total(torch.zeros(comm.shares, 0, dtype=torch.float64, device="cpu"), failure)

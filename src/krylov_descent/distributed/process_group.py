@@ -28,7 +28,7 @@ _ALIGNED = 64  # elements: pieces of shares begin where vector instructions like
 _MESSAGE = 2048  # bytes of an error's text
 
 # Its name since PyTorch 2.13.
-_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 @dataclass(frozen=True)
@@ -99,6 +99,8 @@ class GroupComm:
         self.rank = 0 if group is None else dist.get_rank(group)
         self.ranks = 1 if group is None else dist.get_world_size(group)
         self.shares = reproducible // self.ranks if reproducible else 1
+        self.samples = range(self.rank * self.shares, (self.rank + 1) * self.shares), self.ranks * self.shares
+        self.as_parameters = False
         self.sent = 0
         self._wire = wire
         self._fixed = reproducible > 0
@@ -106,7 +108,15 @@ class GroupComm:
         nccl = group is not None and "nccl" in dist.get_backend(group)
         self._device = torch.device("cuda", torch.cuda.current_device()) if nccl else None
 
-    def sum(self, x: Tensor, failure: Exception | None = None) -> Tensor:
+    def sum(self, x: Tensor) -> Tensor:
+        """As ``total``."""
+        return self.total(x)
+
+    def dot(self, x: Tensor, y: Tensor) -> Tensor:
+        """Of this rank's samples."""
+        return x @ y
+
+    def total(self, x: Tensor, failure: Exception | None = None) -> Tensor:
         """Sums in float64; the order of shares is kept, or that of the engine taken, where it need not be fixed."""
         rows = x.detach().reshape(self.shares, -1).to(self._device or "cpu", torch.float64)
         flag = torch.full((self.shares, 1), float(failure is not None), dtype=torch.float64, device=rows.device)
@@ -155,7 +165,7 @@ class GroupComm:
             return x[:numel]
         given = x.to(self._wire) if row and self._wire else x
         whole = given.new_empty(self.ranks * given.numel())
-        self._call(_all_gather, whole, given.contiguous())
+        self._call(all_gather, whole, given.contiguous())
         self.sent += given.nbytes * (self.ranks - 1)
         return whole[:numel].to(x.dtype)
 
@@ -179,7 +189,7 @@ class GroupComm:
         if self.ranks == 1:
             return rows
         gathered = rows.new_empty(self.ranks * rows.shape[0], rows.shape[1])
-        self._call(_all_gather, gathered, rows.contiguous())
+        self._call(all_gather, gathered, rows.contiguous())
         self.sent += rows.nbytes * (self.ranks - 1)
         return gathered
 
@@ -201,7 +211,7 @@ class GroupComm:
         )
 
     def _call(self, collective: Callable[..., Any], *args: Tensor) -> None:
-        with _explained(self.rank, self.ranks):
+        with explained(self.rank, self.ranks):
             collective(*args, group=self.group)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -217,7 +227,8 @@ def _ordered_sum(rows: Tensor) -> Tensor:
 
 
 @contextmanager
-def _explained(rank: int, ranks: int) -> Iterator[None]:
+def explained(rank: int, ranks: int) -> Iterator[None]:
+    """Errors of torch.distributed as ours."""
     try:
         yield
     except RuntimeError as error:

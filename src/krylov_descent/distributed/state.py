@@ -24,10 +24,10 @@ def require_same(comm: Comm, parameters: ParameterVector, numbers: Sequence[int]
     if comm.ranks == 1:
         return
     bits = 0
-    for p in parameters.params:
+    for p in parameters.local if not comm.as_parameters else ():  # those in parts differ
         bits += int(p.detach().contiguous().view(_BITS[p.element_size()]).sum(dtype=torch.int64))
     own = torch.tensor(
-        [parameters.numel, bits % _EXACT, *(n % _EXACT for n in numbers)], dtype=torch.float64, device="cpu"
+        [parameters.count, bits % _EXACT, *(n % _EXACT for n in numbers)], dtype=torch.float64, device="cpu"
     )
     largest, smallest = comm.max(own), -comm.max(-own)
     if torch.equal(largest, smallest):
