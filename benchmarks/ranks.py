@@ -171,9 +171,9 @@ def point(R: int, *, for_memory: bool = False, variants: str = "plain", **argume
     return [json.loads(output.splitlines()[-1]) for output in outputs]
 
 
-def vectors(K: int, R: int, P_sizes: Sequence[int]) -> tuple[float, list[list[Found]]]:
+def vectors(K: int, R: int, P_sizes: Sequence[int], steps: int = 2) -> tuple[float, list[list[Found]]]:
     """Float32 vectors of P numbers at the peak, the largest over ranks: the slope of memory over P; and the points."""
-    points = [point(R, for_memory=True, P=P, K=K, N=4 * K, batch_size=2, steps=2) for P in P_sizes]
+    points = [point(R, for_memory=True, P=P, K=K, N=4 * K, batch_size=2, steps=steps) for P in P_sizes]
     ys = [max(rank["peak"] for rank in ranks) / 4 for ranks in points]
     return statistics.linear_regression([ranks[0]["P"] for ranks in points], ys).slope, points
 

@@ -41,7 +41,8 @@ def better_before(
     # the loss itself (its weights, a weight decay) since the last step.
     batches = draw.a if draw.covers_all else draw.a_in_parts
     after = losses if losses is None or draw.covers_all else objective.value(batches)
-    with restoring(objective) as theta:
+    theta = objective.point()
+    with restoring(objective, lambda: theta):
         objective.move_to(earlier)
         before = objective.value(batches)
         objective.move_to(theta)

@@ -4,39 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import torch
-
-from krylov_descent.loading import Device, Indices, Source, source_of
-from krylov_descent.permutation import permute
+from krylov_descent.loading import Device, Source, source_of
+from krylov_descent.sample_set import Microbatch, SampleSet, Stream
 
 _PROBE_SAMPLES = 64
 _PARTS = 16
-
-
-@dataclasses.dataclass(frozen=True)
-class Microbatch:
-    """A part of a sample set small enough for one forward pass.
-
-    Attributes:
-        data: what the closure is called with.
-        samples: how many samples it holds; None if only the closure knows.
-        share: which of this rank's shares of the set it belongs to.
-        position: of its first sample in the set.
-
-    Example:
-        >>> import torch
-        >>> from krylov_descent.data import Microbatch
-        >>> Microbatch(data=torch.zeros(3, 2), samples=3).samples
-        3
-    """
-
-    data: Any
-    samples: int | None
-    share: int = 0
-    position: int = 0
 
 
 class Subsets:
@@ -115,6 +90,12 @@ class Subsets:
     def __len__(self) -> int:
         return self._size
 
+    def __repr__(self) -> str:
+        return (
+            f"Subsets({self._size} samples, batch_size={self._batch_size}, fraction={self._fraction}, "
+            f"gradient_fraction={self._gradient_fraction}, seed={self._seed})"
+        )
+
     def draw(
         self,
         iteration: int,
@@ -151,7 +132,7 @@ class Subsets:
         _require_integer("search_growth", search_growth, 0, "Pass how often C was doubled.")
         n = self._size
         cut = functools.partial(
-            _SampleSet, population=n, batch_size=self._batch_size, shares=shares, of_shares=of_shares
+            SampleSet, population=n, batch_size=self._batch_size, shares=shares, of_shares=of_shares
         )
         everything = cut(0, n, key=None)
         if n == 1 or (self._fraction is None and n < 2 * krylov_dim):
@@ -190,7 +171,7 @@ class Draw:
         [[0, 1], [0], [1]]
     """
 
-    def __init__(self, source: Source, a: _SampleSet, b: _SampleSet, c: _SampleSet) -> None:
+    def __init__(self, source: Source, a: SampleSet, b: SampleSet, c: SampleSet) -> None:
         self.sizes: dict[str, int] = {"A": a.size, "B": b.size, "C": c.size}
         self._source = source
         self._a, self._b, self._c = a, b, c
@@ -208,23 +189,23 @@ class Draw:
     @property
     def a(self) -> Iterable[Microbatch]:
         """The micro-batches of A; every iteration loads them anew and may be interleaved with others."""
-        return _Stream(self._source, self._a)
+        return Stream(self._source, self._a)
 
     @property
     def a_in_parts(self) -> Iterable[Microbatch]:
         """A in at least 16 micro-batches, samples permitting: enough to measure how a loss scatters over them."""
         size = min(self._a.batch_size, -(-self._a.size // _PARTS))
-        return _Stream(self._source, dataclasses.replace(self._a, batch_size=size))
+        return Stream(self._source, dataclasses.replace(self._a, batch_size=size))
 
     @functools.cached_property
     def b(self) -> Sequence[Microbatch]:
         """The micro-batches of B, loaded at first use."""
-        return list(_Stream(self._source, self._b))
+        return list(Stream(self._source, self._b))
 
     @functools.cached_property
     def c(self) -> Sequence[Microbatch]:
         """The micro-batches of C, loaded at first use; those of B where both sets are everything."""
-        return self.b if self._c is self._b else list(_Stream(self._source, self._c))
+        return self.b if self._c is self._b else list(Stream(self._source, self._c))
 
     @functools.cached_property
     def probe(self) -> tuple[Microbatch, Microbatch, Microbatch] | None:
@@ -246,55 +227,11 @@ class Draw:
         )
 
 
-@dataclasses.dataclass(frozen=True)
-class _SampleSet:
-    """Positions [start, stop) of the permutation of ``key``, or of the natural order; shares of it, cut in chunks."""
-
-    start: int
-    stop: int
-    population: int
-    batch_size: int
-    shares: range
-    of_shares: int
-    key: tuple[int, int] | None
-
-    @property
-    def size(self) -> int:
-        return self.stop - self.start
-
-    def chunks(self) -> list[tuple[int, range]]:
-        """(which of the wanted shares, positions) of each micro-batch: no share is larger than another by over one."""
-        positions = range(self.start, self.stop)
-        found = []
-        for number, share in enumerate(self.shares):
-            i, j = self.size * share // self.of_shares, self.size * (share + 1) // self.of_shares
-            found += [(number, positions[k : min(j, k + self.batch_size)]) for k in range(i, j, self.batch_size)]
-        return found
-
-    def indices(self, positions: range) -> Indices:
-        if self.key is None:
-            return positions
-        return permute(torch.arange(positions.start, positions.stop, device="cpu"), self.population, *self.key)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Stream:
-    """The micro-batches of a set, loaded anew at each iteration."""
-
-    source: Source
-    sample_set: _SampleSet
-
-    def __iter__(self) -> Iterator[Microbatch]:
-        sample_set = self.sample_set
-        chunks = sample_set.chunks()
-        # The function must not hold the source, which keeps it: workers found in a reference cycle end late.
-        batches = self.source.load(lambda i: (sample_set.indices(chunks[i][1]),), range(len(chunks)))
-        for (share, positions), (batch,) in zip(chunks, batches, strict=True):
-            yield Microbatch(batch, len(positions), share, positions.start - sample_set.start)
-
-
 def _require_integer(name: str, value: object, least: int | None, remedy: str) -> None:
     if not isinstance(value, int) or isinstance(value, bool):
         raise ValueError(f"{name} is {value!r}, not an integer. {remedy}")
     if least is not None and value < least:
         raise ValueError(f"{name} is {value}, but at least {least} is needed. {remedy}")
+
+
+__all__ = ["Draw", "Microbatch", "Subsets"]

@@ -114,19 +114,21 @@ def _step(
     draw = draw_sets(memory.search_growth)  # line 3
     on_A = _pass_over_A(objective, draw, settings, memory, attempt=0)  # lines 4-5
     if not settings.rollback or _undoing(objective, draw, memory, on_A.losses, on_A.g) is None:
-        return _descend(objective, draw, on_A, memory, settings, clock, sent, accepted=True)
-    assert memory.accepted is not None
+        theta = _standing(objective, memory)
+        return _descend(objective, draw, on_A, memory, settings, theta, clock, sent, accepted=True)
+    before = memory.accepted
+    assert before is not None
     assert memory.d_prev is not None
     del on_A  # its vectors are large
     try:
-        objective.move_to(memory.accepted)
+        objective.move_to(before)
         undone = _undone(memory)
         draw = draw_sets(undone.search_growth)
         on_A = _pass_over_A(objective, draw, settings, undone, attempt=1)
-        return _descend(objective, draw, on_A, undone, settings, clock, sent, accepted=False)
+        return _descend(objective, draw, on_A, undone, settings, lambda: before, clock, sent, accepted=False)
     except BaseException as error:
         if together_still(objective.comm, error):
-            objective.move_to(memory.accepted + memory.d_prev)  # where it was, bit for bit
+            objective.move_to(before + memory.d_prev)  # where it was, bit for bit
         raise
 
 
@@ -145,12 +147,13 @@ def _descend(
     on_A: _OnA,
     memory: Memory,
     settings: Settings,
+    theta: Callable[[], Tensor],
     clock: Clock,
     sent: int,
     *,
     accepted: bool,
 ) -> tuple[StepReport, Memory]:
-    """Lines 6-13, from the point that was kept."""
+    """Lines 6-13, from the point θ that was kept."""
     parameters, comm, losses, g = objective.parameters, objective.comm, on_A.losses, on_A.g
     assert g is not None
     grad_norm = length(g, objective.comm)
@@ -181,17 +184,18 @@ def _descend(
     g = on_A.g = on_A.precondition = None
     clock.lap("basis")
 
-    with restoring(objective) as theta:
+    with restoring(objective, theta):
         if subspace is None:
             found = Found(None, losses.mean, losses.mean, 0, 0, StopReason.ZERO_GRADIENT)
         else:
             together(comm, lambda: len(draw.c))  # load it
             noise = relative_noise(parameters.params[0].dtype)
             found = search_subspace(
-                Walk(objective, draw.c, theta), subspace, settings.search, noise, comm, known
+                Walk(objective, draw.c), subspace, settings.search, noise, comm, known
             )  # lines 7-12
         d = None if found.d is None else parameters.rounded(found.d)
-        objective.move_to(theta if d is None else theta + d)  # line 13
+        here = theta()
+        objective.move_to(here if d is None else here + d)  # line 13
     clock.lap("search")
 
     report = StepReport(
@@ -220,7 +224,7 @@ def _descend(
         memory,
         iteration=memory.iteration + 1,
         d_prev=d,
-        accepted=theta if keep else None,
+        accepted=here if keep else None,
         accepted_loss=losses.mean if keep else math.inf,
     )
 
@@ -242,12 +246,29 @@ def _undoing(
     """f on A before the last step, if that step is to be undone."""
     if memory.accepted is None or memory.d_prev is None:
         return None
-    theta = objective.parameters.rounded(memory.accepted + memory.d_prev)
-    elsewhere = not torch.equal(objective.point(), theta)
-    if float(objective.comm.max(torch.tensor(float(elsewhere), device="cpu"))):
+    if not _unmoved(objective, memory):
         return None  # edited since the last step: its outcome is not ours to judge
     finite = math.isfinite(losses.mean) and (g is None or math.isfinite(length(g, objective.comm)))
     return better_before(objective, draw, losses if finite else None, memory.accepted, memory.accepted_loss)
+
+
+def _unmoved(objective: Objective, memory: Memory) -> bool:
+    """Whether θ is where the last step left it, bit for bit, on all ranks."""
+    if memory.accepted is None or memory.d_prev is None:
+        return False
+    elsewhere = not torch.equal(objective.point(), objective.parameters.rounded(memory.accepted + memory.d_prev))
+    return not float(objective.comm.max(torch.tensor(float(elsewhere), device="cpu")))
+
+
+def _standing(objective: Objective, memory: Memory) -> Callable[[], Tensor]:
+    """θ [P_local], to come back to: from what is remembered, if that is where it is, which spares a copy."""
+    if _unmoved(objective, memory):
+        x, d = memory.accepted, memory.d_prev
+        assert x is not None
+        assert d is not None
+        return lambda: objective.parameters.rounded(x + d)
+    theta = objective.point()
+    return lambda: theta
 
 
 def _undone(memory: Memory) -> Memory:

@@ -172,7 +172,9 @@ class KSD(ClosureOptimizer):
         parameters = self._parameters()
         memory = self._remember(parameters)
         decays = [group["weight_decay"] for group in self.param_groups]
-        settings = zlib.crc32(f"{self._shared} {decays}".encode())
+        # With sets of another class, only that can be compared.
+        source = repr(sets) if isinstance(sets, Subsets) else type(sets).__name__
+        settings = zlib.crc32(f"{self._shared} {decays} {source}".encode())
         require_same(self._comm, parameters, (memory.iteration, memory.seed, self._krylov_dim, settings))
         with torch.enable_grad(), self._full_precision(), lean_graphs():
             objective, draw_sets = self._prepare(closure, sets, memory, parameters)

@@ -31,14 +31,13 @@ def pass_with_statistics(
 
 
 @contextmanager
-def restoring(objective: Objective) -> Iterator[Tensor]:
-    """θ as it is now, this rank's part [P_local], put back if anything inside fails."""
-    theta = objective.point()
+def restoring(objective: Objective, theta: Callable[[], Tensor]) -> Iterator[None]:
+    """θ as it is now, given by this rank's part [P_local], is put back if anything inside fails."""
     try:
-        yield theta
+        yield
     except BaseException as error:
         if together_still(objective.comm, error):
-            objective.move_to(theta)
+            objective.move_to(theta())
         raise
 
 

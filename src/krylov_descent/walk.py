@@ -18,11 +18,9 @@ from krylov_descent.objective import Derivative, Objective
 class Walk:
     """Moves the parameters to trial points; where it leaves them is for the caller to settle."""
 
-    def __init__(self, objective: Objective, batches: Sequence[Microbatch], theta: Tensor) -> None:
+    def __init__(self, objective: Objective, batches: Sequence[Microbatch]) -> None:
         self._objective, self._batches = objective, batches
-        # Where the line begins; θ itself, where a rank keeps all of it.
-        self._origin = theta if len(theta) == objective.parameters.numel else objective.parameters.read()
-        self._moved = False
+        self._origin = objective.parameters.read()  # where the line begins
         self._direction: Tensor | None = None
         self._alpha = 0.0
         self._trial: Derivative | None = None
@@ -36,9 +34,7 @@ class Walk:
         """A line along p, of which this is the rank's part [P_local], from the last trial if ``moved``."""
         if moved:
             assert self._direction is not None
-            # The first time into a new vector: this one may be the caller's.
-            self._origin = (self._origin.add_ if self._moved else self._origin.add)(self._direction, alpha=self._alpha)
-            self._moved = True
+            self._origin.add_(self._direction, alpha=self._alpha)
         self._direction = None  # before its successor is made
         self._direction = self._objective.comm.all_gather(p, self._objective.parameters.numel)
 

@@ -115,7 +115,7 @@ def test_ranks_that_differ_are_told(pool: Pool, what: str, settings: dict[str, A
 
 
 @pytest.mark.parametrize("kill", [True, False], ids=["killed", "hung"])
-def test_a_rank_that_is_gone_ends_the_others(tmp_path: Path, kill: bool, record_property: Any) -> None:
+def test_a_rank_that_is_gone_ends_the_others(tmp_path: Path, kill: bool) -> None:
     bad = dict(zip(STEP, (0, 2, 3), strict=True))
     with ExitStack() as stack:
         runs = {
@@ -133,5 +133,4 @@ def test_a_rank_that_is_gone_ends_the_others(tmp_path: Path, kill: bool, record_
                 assert kind == "RankError, lost"
                 assert text.startswith(f"During the {phase}: Rank {rank} of {R} lost the others")
                 assert seconds < TIMEOUT / 2 if kill else TIMEOUT / 2 < seconds < 2 * TIMEOUT
-                record_property(f"{phase} rank {rank}", round(seconds, 3))
             assert ended[bad[phase]].code == (-signal.SIGKILL if kill else None)

@@ -180,7 +180,8 @@ class HessianFree(ClosureOptimizer):
         clock.lap("cg")
 
         reason, rho, rate, after = solution.stop_reason, math.nan, 0.0, losses.mean
-        with restoring(objective) as theta:
+        theta = objective.point()
+        with restoring(objective, lambda: theta):
             nearby = Nearby(objective, draw, theta, losses.mean)
             if bool(solution.iterates[-1].x.any()):  # zero if CG ended where it began
                 (_, x, phi), value = backtrack(nearby.on_A, solution.iterates)

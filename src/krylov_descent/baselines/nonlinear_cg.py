@@ -85,7 +85,8 @@ class NonlinearCG(ClosureOptimizer):
             grad_norm = float(torch.linalg.vector_norm(start.g))
             require_finite(start.f, grad_norm)
             clock.lap("gradient")
-            with restoring(objective):
+            theta = objective.point()
+            with restoring(objective, lambda: theta):
                 search = _Search(objective, draw, start)
                 if grad_norm > 0:
                     search.run(p, numbers.get("last"))

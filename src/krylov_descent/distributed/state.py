@@ -36,8 +36,9 @@ def require_same(comm: Comm, parameters: ParameterVector, numbers: Sequence[int]
     differ = [name for name, a, b in zip(what, largest.tolist(), smallest.tolist(), strict=True) if a != b]
     raise ValueError(
         f"The ranks do not start from the same state: they differ in {', '.join(differ)}. Build the model from the "
-        "same seed on every rank (torch.manual_seed) or broadcast it from rank 0, give KSD the same arguments, and "
-        "load the same checkpoint everywhere."
+        "same seed on every rank (torch.manual_seed) or broadcast it from rank 0, give KSD and Subsets the same "
+        "arguments, and load the same checkpoint everywhere. Subsets is given all samples on every rank, and hands "
+        "each its share."
     )
 
 

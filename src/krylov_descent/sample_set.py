@@ -1,0 +1,84 @@
+"""A sample set as numbers: which samples it holds, cut into shares and micro-batches, and the stream of these."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from krylov_descent.loading import Indices, Source
+from krylov_descent.permutation import permute
+
+
+@dataclasses.dataclass(frozen=True)
+class Microbatch:
+    """A part of a sample set small enough for one forward pass.
+
+    Attributes:
+        data: what the closure is called with.
+        samples: how many samples it holds; None if only the closure knows.
+        share: which of this rank's shares of the set it belongs to.
+        position: of its first sample in the set.
+
+    Example:
+        >>> import torch
+        >>> from krylov_descent.sample_set import Microbatch
+        >>> Microbatch(data=torch.zeros(3, 2), samples=3).samples
+        3
+    """
+
+    data: Any
+    samples: int | None
+    share: int = 0
+    position: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class SampleSet:
+    """Positions [start, stop) of the permutation of ``key``, or of the natural order; shares of it, cut in chunks."""
+
+    start: int
+    stop: int
+    population: int
+    batch_size: int
+    shares: range
+    of_shares: int
+    key: tuple[int, int] | None
+
+    @property
+    def size(self) -> int:
+        """Samples in all shares."""
+        return self.stop - self.start
+
+    def chunks(self) -> list[tuple[int, range]]:
+        """(which of the wanted shares, positions) of each micro-batch: no share is larger than another by over one."""
+        positions = range(self.start, self.stop)
+        found = []
+        for number, share in enumerate(self.shares):
+            i, j = self.size * share // self.of_shares, self.size * (share + 1) // self.of_shares
+            found += [(number, positions[k : min(j, k + self.batch_size)]) for k in range(i, j, self.batch_size)]
+        return found
+
+    def indices(self, positions: range) -> Indices:
+        """Of the samples at these positions."""
+        if self.key is None:
+            return positions
+        return permute(torch.arange(positions.start, positions.stop, device="cpu"), self.population, *self.key)
+
+
+@dataclasses.dataclass(frozen=True)
+class Stream:
+    """The micro-batches of a set, loaded anew at each iteration."""
+
+    source: Source
+    sample_set: SampleSet
+
+    def __iter__(self) -> Iterator[Microbatch]:
+        sample_set = self.sample_set
+        chunks = sample_set.chunks()
+        # The function must not hold the source, which keeps it: workers found in a reference cycle end late.
+        batches = self.source.load(lambda i: (sample_set.indices(chunks[i][1]),), range(len(chunks)))
+        for (share, positions), (batch,) in zip(chunks, batches, strict=True):
+            yield Microbatch(batch, len(positions), share, positions.start - sample_set.start)
