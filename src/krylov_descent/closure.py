@@ -141,6 +141,19 @@ def require_dense(gradients: Sequence[Tensor | None]) -> None:
             )
 
 
+def require_weight(W: float) -> None:
+    """The weights of a sample set must not all be zero.
+
+    Raises:
+        ValueError: they are.
+    """
+    if W <= 0:
+        raise ValueError(
+            "The weights that the closure returned for a whole sample set sum to 0: every term is masked. "
+            "Drop samples without a target from the data set, or enlarge fraction."
+        )
+
+
 class BackwardWatch:
     """Notices a closure that calls ``loss.backward()``, as closures for torch.optim.LBFGS do."""
 

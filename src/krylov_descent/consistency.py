@@ -88,6 +88,11 @@ def _check(objective: Objective, draw: StepSets, curvature_of_outputs: bool) -> 
         again = _value(objective, batch)[0]
         if curvature_of_outputs and first.weight > 0:
             _warn_of_bypass(objective, first)
+    if any(isinstance(module, nn.parallel.DistributedDataParallel) for module in seen.modules.values()):
+        raise ValueError(
+            "The closure calls a model in DistributedDataParallel, which averages gradients by itself and cannot "
+            "be differentiated twice. Call the bare model (model.module) and give the ranks to KSD(process_group=...)."
+        )
     moved = seen.moved()
     eps = torch.finfo(first.loss.dtype).eps
     if moved:

@@ -255,7 +255,8 @@ class Objective:
         if all(g is None for g in of_parameters):
             raise ValueError(
                 "The closure's loss depends on none of the parameters given to KSD, though on others: the model was "
-                "rebuilt or copied after the optimizer was made, or KSD got another model's parameters."
+                "rebuilt or copied after the optimizer was made, KSD got another model's, or fully_shard has them (it "
+                "cannot be differentiated twice: use krylov_descent.distributed.gathered.shard_at_rest)."
             )
         closures.require_dense(of_parameters)
         return gradients
@@ -281,20 +282,7 @@ class Objective:
         weighted, W, slope, again = self.comm.total(rows, failure).tolist()
         if again:
             raise PassAgain
-        require_weight(W)
+        closures.require_weight(W)
         mean = weighted / W + self.parameters.decay_value()
         losses = BatchLosses(tuple(values), tuple(gathered.weights), tuple(gathered.shares), mean, W)
         return losses, slope / W, W
-
-
-def require_weight(W: float) -> None:
-    """The weights of a sample set must not all be zero.
-
-    Raises:
-        ValueError: they are.
-    """
-    if W <= 0:
-        raise ValueError(
-            "The weights that the closure returned for a whole sample set sum to 0: every term is masked. "
-            "Drop samples without a target from the data set, or enlarge fraction."
-        )

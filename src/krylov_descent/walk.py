@@ -35,7 +35,7 @@ class Walk:
         if moved:
             assert self._direction is not None
             self._origin.add_(self._direction, alpha=self._alpha)
-        self._direction = None  # before its successor is made
+        self._direction = self._trial = None  # vectors of P numbers, before another is made
         self._direction = self._objective.comm.all_gather(p, self._objective.parameters.numel)
 
     def at(self, alpha: float) -> tuple[float, float]:

@@ -87,6 +87,18 @@ def train(
     return outcome(model, reports)
 
 
+def wrapped(group: Any) -> None:
+    """A model wrapped as one does for other optimizers."""
+    model = nn.parallel.DistributedDataParallel(model_of("mlp", torch.float64), process_group=group)
+    x, y = data_of(20, 7, 3, torch.float64)
+
+    def closure(batch: Any) -> tuple[Tensor, Tensor]:
+        z = model(batch[0])
+        return F.mse_loss(z, batch[1]), z
+
+    KSD(model.parameters(), process_group=group).step(closure, Subsets((x, y), batch_size=5, fraction=0.5, seed=0))
+
+
 def outcome(model: nn.Module, reports: list[StepReport]) -> dict[str, Any]:
     theta = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
     return {

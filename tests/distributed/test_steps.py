@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.distributed.pool import Pool
-from tests.distributed.runs import train
+from tests.distributed.pool import Pool, RanksFailedError
+from tests.distributed.runs import train, wrapped
 
 RANKS = (2, 3, 4)
 
@@ -98,3 +98,9 @@ def test_cost_is_that_of_all_ranks(pool: Pool) -> None:
     one = train(None)
     for result in pool.run(3, train):
         assert result["cost"][1:] == pytest.approx(one["cost"][1:])
+
+
+def test_a_wrapped_model_is_refused(pool: Pool) -> None:
+    with pytest.raises(RanksFailedError) as failed:
+        pool.run(2, wrapped)
+    assert all("model.module" in text for text in failed.value.said.values())

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from krylov_descent.closure import Evaluation
+from krylov_descent.closure import Evaluation, require_weight
 from krylov_descent.curvature.convolution import LeanConvolutions
 from krylov_descent.curvature.graph import MicrobatchGraph
 from krylov_descent.data import Microbatch
 from krylov_descent.distributed import attempt, together
 from krylov_descent.distributed.sharded import local_part
-from krylov_descent.objective import GRADIENT, Objective, require_weight
+from krylov_descent.objective import GRADIENT, Objective
 from krylov_descent.sums import ShareSums
 
 _NOT_TWICE = re.compile(
