@@ -46,15 +46,13 @@ PLANNED = {"rows": 21, "lines": 20, "iterations": 20}
 
 
 def formula_vectors(K: int, R: int, basis: float = 1.0) -> float:
-    """Vectors of P numbers that a rank holds at the peak of a step, its parameters included.
+    """Vectors of P numbers that a rank holds at the peak of a step, in its search, its parameters included.
 
-    In the basis: parts of V, g (which products overwrite), D, d_prev and the point before it; whole: parameters, the
-    row to be multiplied, its product by autograd and the sum of those. In the search: parts of V, θ, d_prev and the
-    point before it; whole: parameters, origin and direction of the line, the gradient by autograd and the sum of
-    those. ``basis`` is the size of V's numbers in those of θ.
+    Parts of V, d_prev and the point before it; whole: parameters, origin and direction of the line, the gradient by
+    autograd and the sum of those. In the basis there are two parts more (g, which products overwrite, and D), and one
+    whole vector less. ``basis`` is the size of V's numbers in those of θ.
     """
-    V = basis * (K + 1)
-    return max((V + 4) / R + 4, (V + 3) / R + 5)
+    return (basis * (K + 1) + 2) / R + 5
 
 
 def formula_bytes(P: float, R: int, itemsize: int, *, rows: int, lines: int, iterations: int, wire: int = 0) -> float:
