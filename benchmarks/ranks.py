@@ -13,7 +13,6 @@ import copy
 import itertools
 import json
 import os
-import resource
 import socket
 import statistics
 import subprocess
@@ -27,7 +26,7 @@ from unittest import mock
 
 import torch
 
-from benchmarks.growth import _RETURNING
+from benchmarks.growth import _RETURNING, peak_bytes
 from benchmarks.timing import Ratio, ratio, spread
 
 Found = dict[str, Any]
@@ -147,7 +146,7 @@ def one(P: int, K: int, N: int, batch_size: int, steps: int, variants: str) -> F
             found["steps"][name] += [step] if turn else []
     V = next(iter(runs.values()))[1]._builder._V
     found["basis"] = 0 if V is None else V._buffer.nbytes
-    found["peak"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    found["peak"] = peak_bytes()
     return found
 
 

@@ -240,7 +240,7 @@ def test_early_stop_and_divergence(tmp_path: Path) -> None:
 
 
 def test_a_stuck_lbfgs_ends(tmp_path: Path) -> None:
-    problem = small_problem(weight_decay=0.1)
+    problem = small_problem(weight_decay=0.5)
     lines = lines_of(run(problem, config("lbfgs", "5000g"), tmp_path))
     assert lines[-1]["reason"] == "finished"
     assert lines[-2]["gradients"] < 5000

@@ -110,9 +110,9 @@ def test_times() -> None:
     assert ratio(seconds["pass"], seconds["bare pass"]).median < 1.8
 
 
-def test_memory_is_V_and_less_than_eight_vectors() -> None:
+def test_memory_is_V_and_about_eight_vectors() -> None:
     points = [growth.point(P=P, K=5, N=20, batch_size=2, steps=3, for_memory=True) for P in (1_000_000, 4_000_000)]
-    assert growth.vectors(points) - 5 < 8
+    assert 7 < growth.vectors(points) - 5 < 8.5
 
 
 @pytest.mark.filterwarnings("ignore")  # of the other libraries
