@@ -40,8 +40,7 @@ def placed(model: nn.Module, mesh: DeviceMesh, placing: Placing) -> nn.Module:
     return distribute_module(model, mesh, place)
 
 
-def steps(model: nn.Module, put: Callable[[Tensor], Tensor], n: int = 3, **settings: Any) -> tuple[KSD, list[Any]]:
-    optimizer = KSD(model.parameters(), **{"krylov_dim": 4, "search": Search(iterations=6), **settings})
+def problem(model: nn.Module, put: Callable[[Tensor], Tensor]) -> tuple[Callable[[Any], Any], Subsets]:
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(256, 20, dtype=torch.float64, generator=generator)
     y = torch.randint(0, 10, (256,), generator=generator)
@@ -50,7 +49,12 @@ def steps(model: nn.Module, put: Callable[[Tensor], Tensor], n: int = 3, **setti
         z = model(put(batch[0]))
         return F.cross_entropy(z, put(batch[1])), z
 
-    sets = Subsets((x, y), batch_size=64, fraction=0.5, seed=0)
+    return closure, Subsets((x, y), batch_size=64, fraction=0.5, seed=0)
+
+
+def steps(model: nn.Module, put: Callable[[Tensor], Tensor], n: int = 3, **settings: Any) -> tuple[KSD, list[Any]]:
+    optimizer = KSD(model.parameters(), **{"krylov_dim": 4, "search": Search(iterations=6), **settings})
+    closure, sets = problem(model, put)
     return optimizer, [optimizer.step(closure, sets) for _ in range(n)]
 
 
@@ -142,16 +146,9 @@ def probe_and_resume(group: Any) -> bool:
     other.load_state_dict(saved["model"])
     resumed = KSD(other.parameters(), krylov_dim=4, search=Search(iterations=6))
     resumed.load_state_dict(saved["optimizer"])
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randn(256, 20, dtype=torch.float64, generator=generator)
-    y = torch.randint(0, 10, (256,), generator=generator)
-
-    def closure(batch: Any) -> tuple[Tensor, Tensor]:
-        z = other(put(batch[0]))
-        return F.cross_entropy(z, put(batch[1])), z
-
+    closure, sets = problem(other, put)
     for _ in range(2):
-        resumed.step(closure, Subsets((x, y), batch_size=64, fraction=0.5, seed=0))
+        resumed.step(closure, sets)
     return all(torch.equal(whole(a), whole(b)) for a, b in zip(other.parameters(), model.parameters(), strict=True))
 
 
