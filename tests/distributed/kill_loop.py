@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -123,11 +123,10 @@ def some_deaths(count: int, done: int, expected: Sequence[dict[str, Any]], rando
     return deaths
 
 
-def continue_elsewhere(root: Path, expected: Sequence[dict[str, Any]]) -> list[tuple[str, list[str]]]:
+def continue_elsewhere(root: Path, expected: Sequence[dict[str, Any]]) -> Iterator[tuple[str, list[str]]]:
     """A checkpoint of four ranks goes on with two and three, and, reproducibly, with two."""
     half = Plan(str(root / "half"), STEPS // 2)
     left_alone(half, R)
-    rows = []
     for ranks in (2, 3):
         plan = Plan(str(root / f"half-{ranks}"), STEPS)
         shutil.copytree(half.directory, plan.directory)
@@ -135,13 +134,12 @@ def continue_elsewhere(root: Path, expected: Sequence[dict[str, Any]]) -> list[t
         apart = max(abs(loss / expected[0]["losses"][i] - 1) for i, loss in result["losses"].items())
         theta = max(abs(a - b) for a, b in zip(result["theta"], expected[0]["theta"], strict=True))
         wrong = [] if apart < 1e-9 and theta < 1e-9 and len(result["losses"]) == STEPS // 2 else ["too far apart"]
-        rows.append((f"{R} → {ranks} ranks: losses {apart:.0e} apart, θ {theta:.0e}", wrong))
+        yield f"{R} → {ranks} ranks: losses {apart:.0e} apart, θ {theta:.0e}", wrong
     whole = left_alone(Plan(str(root / "fixed"), STEPS, reproducible=8), R)[0]
     plan = Plan(str(root / "fixed-half"), STEPS // 2, reproducible=8)
     left_alone(plan, R)
     result = left_alone(Plan(plan.directory, STEPS, reproducible=8), 2)[0]
-    rows.append((f"{R} → 2 ranks, reproducible", [f"other {key}" for key in SAME if result[key] != whole[key]]))
-    return rows
+    yield f"{R} → 2 ranks, reproducible", [f"other {key}" for key in SAME if result[key] != whole[key]]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
