@@ -12,6 +12,9 @@ ROOT = Path(krylov_descent.__file__).parent
 # Each module, and all it may import from the package; a module may not import what stands below it.
 ALLOWED: dict[str, set[str]] = {
     "report": set(),
+    "progress": set(),
+    "bar": {"progress", "report"},
+    "writers": {"report"},
     "permutation": set(),
     "layer_rules": set(),
     "loading": set(),
@@ -42,7 +45,8 @@ ALLOWED: dict[str, set[str]] = {
     "sets": {"data"},
     "closure": {"data", "distributed.sharded"},
     "compiled": set(),
-    "objective": {"closure", "compiled", "data", "distributed", "parameters", "sums"},
+    "objective": {"closure", "compiled", "data", "distributed", "parameters", "progress", "sums"},
+    "run": {"bar", "distributed", "objective", "progress", "report"},
     "curvature.linearise": set(),
     "curvature.convolution": set(),
     "curvature.graph": {"closure"},
@@ -83,11 +87,11 @@ ALLOWED: dict[str, set[str]] = {
     "rows": set(),
     "basis": {"distributed", "rows"},
     "search": {"basis", "bfgs", "distributed", "report", "rows"},
-    "krylov": {"basis", "budget", "curvature", "data", "distributed", "objective", "rows"},
+    "krylov": {"basis", "budget", "curvature", "data", "distributed", "objective", "progress", "rows"},
     "stepping": {"data", "distributed", "objective"},
     "acceptance": {"objective", "sets", "stepping"},
     "consistency": {"closure", "data", "distributed", "objective", "sets", "sums"},
-    "walk": {"data", "objective"},
+    "walk": {"data", "objective", "progress"},
     "ksd": {
         "acceptance",
         "basis",
@@ -95,6 +99,7 @@ ALLOWED: dict[str, set[str]] = {
         "distributed",
         "objective",
         "precondition",
+        "progress",
         "report",
         "search",
         "sets",
@@ -102,7 +107,17 @@ ALLOWED: dict[str, set[str]] = {
         "walk",
     },
     "state": {"distributed", "distributed.sharded", "ksd", "parameters"},
-    "base": {"compiled", "data", "distributed", "distributed.sharded", "objective", "parameters"},
+    "base": {
+        "compiled",
+        "data",
+        "distributed",
+        "distributed.sharded",
+        "objective",
+        "parameters",
+        "progress",
+        "report",
+        "run",
+    },
     "optimizer": {
         "base",
         "budget",
@@ -157,7 +172,7 @@ ALLOWED: dict[str, set[str]] = {
         "stepping",
     },
     "baselines": {"baselines.hessian_free", "baselines.nonlinear_cg"},
-    "": {"budget", "data", "optimizer", "precondition", "report", "search"},
+    "": {"budget", "data", "optimizer", "precondition", "progress", "report", "run", "search"},
 }
 
 
@@ -198,13 +213,34 @@ def test_arrows() -> None:
         assert all(order.index(other) < order.index(name) for other in own), name
 
 
+# What is more than torch, and where; these packages are extras.
+EXTRAS: dict[str, set[str]] = {
+    "bar": {"tqdm"},
+    "writers": {"numpy", "wandb"},
+}
+
+
 def test_only_torch_and_the_standard_library() -> None:
     import sys
 
-    for path in modules().values():
+    for name, path in modules().items():
         _, others = imports(path, set())
-        roots = {name.split(".")[0] for name in others}
-        assert roots <= {*sys.stdlib_module_names, "torch"}, path
+        roots = {other.split(".")[0] for other in others}
+        assert roots - {*sys.stdlib_module_names, "torch"} == EXTRAS.get(name, set()), name
+
+
+def test_the_core_imports_no_extra() -> None:
+    """Nor does ``import krylov_descent`` in a process of its own, whatever is installed."""
+    import subprocess
+    import sys
+
+    extras = sorted(set().union(*EXTRAS.values()))
+    code = (
+        "import sys, torch; torchs = set(sys.modules); import krylov_descent; "
+        f"sys.exit(', '.join(m for m in {extras} if m in sys.modules and m not in torchs))"
+    )
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
 
 
 def test_one_folder_imports_torch_distributed_and_no_file_prints() -> None:

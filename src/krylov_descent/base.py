@@ -19,6 +19,9 @@ from krylov_descent.distributed import Comm, SingleProcess
 from krylov_descent.distributed.sharded import is_sharded
 from krylov_descent.objective import Objective
 from krylov_descent.parameters import ParameterVector, check_uniform
+from krylov_descent.progress import Tell, nobody
+from krylov_descent.report import StepReport
+from krylov_descent.run import Run
 
 
 class ClosureOptimizer(Optimizer):
@@ -26,6 +29,9 @@ class ClosureOptimizer(Optimizer):
 
     #: Attributes that a copy takes along, beside torch's own.
     _KEPT: ClassVar[tuple[str, ...]] = ()
+
+    #: Called while a step runs, with a ``Progress``; None for nobody.
+    on_progress: Tell | None = None
 
     def __init__(self, params: ParamsT, weight_decay: float, comm: Comm | None = None) -> None:
         self._comm: Comm = SingleProcess() if comm is None else comm
@@ -38,6 +44,72 @@ class ClosureOptimizer(Optimizer):
         if not (isinstance(decay, (int, float)) and 0 <= decay < math.inf):
             raise ValueError(f"weight_decay={decay!r}: must be a number ≥ 0.")
         super().add_param_group(param_group)
+
+    def step(  # type: ignore[override]
+        self, closure: Callable[..., Any], sets: Subsets | None = None
+    ) -> StepReport:
+        """One step."""
+        raise NotImplementedError
+
+    def run(
+        self,
+        closure: Callable[..., Any],
+        sets: Subsets | None = None,
+        *,
+        max_steps: int | None = None,
+        seconds: float | None = None,
+        gtol: float = 0.0,
+        patience: int | None = 20,
+        monitor: Callable[[], float] | None = None,
+        progress: bool = False,
+    ) -> Run:
+        """Steps until there is a reason to end.
+
+        Args:
+            closure: as for ``step``.
+            sets: as for ``step``.
+            max_steps: end after so many steps.
+            seconds: end after the step that passes this time.
+            gtol: end when the gradient's norm is at most this.
+            patience: end after so many steps in a row without a better loss on A, or a better ``monitor``.
+            monitor: called after each step; what is best is then the lowest value that it returned (a held-out loss).
+            progress: show a progress bar on standard error (needs tqdm).
+
+        Returns:
+            What to iterate over; then ``reason``, ``loss``, ``best`` and ``restore_best()`` tell how it ended. With
+            sets, the last step has been judged (``settle``); after a ``break`` it has not.
+
+        Example:
+            >>> import torch
+            >>> from krylov_descent import KSD
+            >>> w = torch.nn.Parameter(torch.tensor([3.0, -2.0], dtype=torch.float64))
+            >>> run = KSD([w]).run(lambda: ((w**4).mean(), w), gtol=1e-9)
+            >>> losses = [report.loss for report in run]
+            >>> run.reason
+            <EndReason.GRADIENT: 'gradient'>
+            >>> run.best.value < 1e-9
+            True
+        """
+        return Run(
+            self,
+            closure,
+            sets,
+            max_steps=max_steps,
+            seconds=seconds,
+            gtol=gtol,
+            patience=patience,
+            monitor=monitor,
+            progress=progress,
+        )
+
+    @property
+    def comm(self) -> Comm:
+        """Of the ranks that step together."""
+        return self._comm
+
+    def trained(self) -> list[Tensor]:
+        """The parameters that steps move, in order."""
+        return self._parameters().params
 
     def _parameters(self) -> ParameterVector:
         """The parameters as they are grouped now.
@@ -98,7 +170,9 @@ class ClosureOptimizer(Optimizer):
         identity = getattr(closure, "__code__", type(closure))
         if compiled is not None:
             compiled.start((identity, *map(id, parameters.params)))
-        return Objective(call, parameters, self._comm, identity, compiled)
+        objective = Objective(call, parameters, self._comm, identity, compiled)
+        objective.tell = self.on_progress or nobody
+        return objective
 
     def __getstate__(self) -> dict[str, Any]:
         # torch's own keeps only state, groups and defaults, so that a copy would have no settings.

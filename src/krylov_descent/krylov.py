@@ -15,6 +15,7 @@ from krylov_descent.curvature import CurvatureProduct, MicrobatchGraph
 from krylov_descent.data import Microbatch
 from krylov_descent.distributed import part_length
 from krylov_descent.objective import Objective
+from krylov_descent.progress import Progress, Tell
 from krylov_descent.rows import Rows
 
 _ANYTHING = 1 << 62  # a budget that keeps everything and still measures
@@ -49,7 +50,13 @@ class KrylovBuilder:
             self._V = Rows(K + 1, g, self.storage.dtype, self.storage.device)
         need = self._need(objective)
         product = CurvatureProduct(self.kind, objective, batches, None if need is None else need.for_graphs, g)
-        return krylov_basis(product, precondition, g, d_prev, K, self._V, objective.comm)
+        counted = _counted(product, K + (d_prev is not None), objective.tell)
+        return krylov_basis(counted, precondition, g, d_prev, K, self._V, objective.comm)
+
+    @property
+    def rows(self) -> Rows | None:
+        """V of the last step."""
+        return self._V
 
     def require_room(self, objective: Objective) -> None:
         """Before anything runs.
@@ -86,3 +93,16 @@ class KrylovBuilder:
     def __getstate__(self) -> dict[str, Any]:
         # A copy of an optimizer needs no copy of its workspace.
         return {**self.__dict__, "_V": None}
+
+
+def _counted(product: Callable[[Tensor], Tensor], total: int, tell: Tell) -> Callable[[Tensor], Tensor]:
+    done = 0
+
+    def counted(v: Tensor) -> Tensor:
+        nonlocal done
+        w = product(v)
+        done += 1
+        tell(Progress("basis", done, total))
+        return w
+
+    return counted

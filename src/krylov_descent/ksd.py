@@ -27,6 +27,7 @@ from krylov_descent.data import Microbatch
 from krylov_descent.distributed import Comm, RankError, together
 from krylov_descent.objective import BatchLosses, Objective, relative_noise
 from krylov_descent.precondition import Precondition, Preconditioner
+from krylov_descent.progress import Counted
 from krylov_descent.report import Settlement, StepReport, StopReason
 from krylov_descent.search import Found, Search, search_subspace
 from krylov_descent.sets import StepSets
@@ -178,7 +179,7 @@ def _descend(
             d_prev = None
         g = g.clone() if known else g  # the builder may write over it
         together(comm, lambda: len(draw.b))  # load it
-        subspace = settings.builder(objective, draw.b, on_A.precondition or _identity, g, d_prev)  # line 6
+        subspace = settings.builder(objective, draw.b, on_A.precondition or (lambda w: w), g, d_prev)  # line 6
         if not subspace.finite:
             notes.append("A curvature product was not finite; the directions it concerns were left out.")
     g = on_A.g = on_A.precondition = None
@@ -190,9 +191,8 @@ def _descend(
         else:
             together(comm, lambda: len(draw.c))  # load it
             noise = relative_noise(parameters.params[0].dtype)
-            found = search_subspace(
-                Walk(objective, draw.c), subspace, settings.search, noise, comm, known
-            )  # lines 7-12
+            walk = Walk(objective, draw.c)
+            found = search_subspace(walk, subspace, settings.search, noise, comm, known)  # lines 7-12
         d = None if found.d is None else parameters.rounded(found.d)
         here = theta()
         objective.move_to(here if d is None else here + d)  # line 13
@@ -217,6 +217,7 @@ def _descend(
         preconditioner=name,
         notes=tuple(notes),
         bytes_sent=comm.sent - sent,
+        coefficients=found.coefficients,
     )
     # Where A is what was searched, the step cannot have raised it: nothing to go back to.
     keep = settings.rollback and d is not None and not draw.searches_all
@@ -276,11 +277,12 @@ def _undone(memory: Memory) -> Memory:
 
 
 def _pass_over_A(objective: Objective, draw: StepSets, settings: Settings, memory: Memory, attempt: int) -> _OnA:
+    batches = Counted(draw.a, objective.tell)
     if settings.preconditioner is None:
-        return _OnA(*objective.value_and_gradient(draw.a), None)
+        return _OnA(*objective.value_and_gradient(batches), None)
     start = settings.preconditioner.start
     losses, g, statistics = pass_with_statistics(
-        objective, draw.a, lambda: start(objective, memory.seed, memory.iteration, attempt)
+        objective, batches, lambda: start(objective, memory.seed, memory.iteration, attempt)
     )
     return _OnA(losses, g, statistics.solver(objective.comm))
 
@@ -293,7 +295,3 @@ def _over_ranks(x: float, comm: Comm) -> float:
     shares = torch.zeros(comm.shares, dtype=torch.float64, device="cpu")
     shares[0] = x
     return float(comm.total(shares))
-
-
-def _identity(w: Tensor) -> Tensor:
-    return w

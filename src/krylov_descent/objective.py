@@ -22,6 +22,7 @@ from krylov_descent.compiled import CompiledPasses, Pass
 from krylov_descent.data import Microbatch
 from krylov_descent.distributed import Comm, attempt
 from krylov_descent.parameters import ParameterVector
+from krylov_descent.progress import Tell, nobody
 from krylov_descent.sums import ShareSums
 
 # Cost per sample in units of one gradient (a forward and a backward pass, the latter twice the former).
@@ -114,6 +115,7 @@ class Objective:
         """Tells one closure from another, for what is remembered about it from step to step."""
         self.comm = comm
         self.sample_gradients = 0.0
+        self.tell: Tell = nobody
         self.compiled = compiled
         """Takes the passes without statistics, if given."""
         self._closure = closure

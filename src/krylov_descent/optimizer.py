@@ -191,7 +191,7 @@ class KSD(ClosureOptimizer):
         self._store(parameters, memory)
         return report
 
-    def settle(self, closure: Callable[..., Any], sets: Subsets) -> Settlement:
+    def settle(self, closure: Callable[..., Any], sets: Subsets | None = None) -> Settlement:
         """Check the last step of a run, as the next one would have: undo it if it raised the loss on A.
 
         Returns:
@@ -245,6 +245,17 @@ class KSD(ClosureOptimizer):
     def process_group(self) -> Any:
         """The ranks that step together; None in a single process."""
         return getattr(self._comm, "group", None)
+
+    def basis(self) -> Tensor:
+        """V of the last step: orthonormal rows [m, P] for ``report.coefficients``; a copy, a collective, to look at.
+
+        Raises:
+            ValueError: no step was taken since this optimizer was made or loaded.
+        """
+        rows = self._builder.rows
+        if rows is None or rows.m == 0:
+            raise ValueError("There is no basis: no step was taken since this optimizer was made. Call step first.")
+        return torch.stack([self._comm.all_gather(v, self.numel) for v in rows.tensor()])
 
     @property
     def numel(self) -> int:

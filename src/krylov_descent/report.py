@@ -84,6 +84,7 @@ class StepReport:
         preconditioner: what served as D: "fisher", "none", or the name of a custom one.
         notes: what else there is to know, one sentence each.
         bytes_sent: what this rank sent to others; 0 in a single process.
+        coefficients: of the step in the basis vectors: the Krylov vectors first, then the previous step.
 
     Example:
         >>> import torch
@@ -114,6 +115,7 @@ class StepReport:
     preconditioner: str
     notes: tuple[str, ...] = ()
     bytes_sent: int = 0
+    coefficients: tuple[float, ...] = ()
 
     def __float__(self) -> float:
         return self.loss
@@ -132,6 +134,7 @@ class StepReport:
         plain = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         plain["stop_reason"] = self.stop_reason.value
         plain["ritz_values"] = list(self.ritz_values)
+        plain["coefficients"] = list(self.coefficients)
         plain["seconds"] = dict(self.seconds)
         plain["set_sizes"] = dict(self.set_sizes)
         plain["notes"] = list(self.notes)

@@ -75,6 +75,9 @@ class Stream:
     source: Source
     sample_set: SampleSet
 
+    def __len__(self) -> int:
+        return len(self.sample_set.chunks())
+
     def __iter__(self) -> Iterator[Microbatch]:
         sample_set = self.sample_set
         chunks = sample_set.chunks()

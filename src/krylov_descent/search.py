@@ -65,6 +65,7 @@ class Found:
     Attributes:
         d: the step [P_local], or None if no better point than the start was found.
         before, after: f on C at the start of the search and at its end.
+        coefficients: of d in the rows of V.
     """
 
     d: Tensor | None
@@ -73,6 +74,7 @@ class Found:
     iterations: int
     evaluations: int
     stop_reason: StopReason
+    coefficients: tuple[float, ...] = ()
 
 
 def whiten(H: Tensor, floor: float, negative: str = "floor") -> Tensor:
@@ -119,8 +121,12 @@ class _Subspace:
 
     def step(self, a: Tensor) -> Tensor:
         """Line 9: V̄a = Vᵀ(C⁻ᵀa)."""
-        c = torch.linalg.solve_triangular(self._C.T, a[:, None], upper=True)[:, 0]
-        return self._V.combine(c.to(self._V.device, self._V.dtype))
+        return self._V.combine(self.coefficients(a).to(self._V.device, self._V.dtype))
+
+    def coefficients(self, a: Tensor) -> Tensor:
+        """C⁻ᵀa: of the step in the rows of V."""
+        c: Tensor = torch.linalg.solve_triangular(self._C.T, a[:, None], upper=True)[:, 0]
+        return c
 
     def project(self, g: Tensor) -> Tensor:
         """V̄ᵀg = C⁻¹(V g)."""
@@ -190,4 +196,5 @@ def search_subspace(
         result.iterations,
         first + result.evaluations,
         result.stop_reason,
+        tuple(lines.coefficients(result.x).tolist()),
     )

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from krylov_descent.data import Microbatch
 from krylov_descent.objective import Derivative, Objective
+from krylov_descent.progress import Progress
 
 
 class Walk:
@@ -24,10 +25,12 @@ class Walk:
         self._direction: Tensor | None = None
         self._alpha = 0.0
         self._trial: Derivative | None = None
+        self._evaluations = 0
 
     def at_origin(self) -> tuple[float, Tensor]:
         """f and this rank's part of ∇f [P_local] where the first line begins."""
         losses, g = self._objective.value_and_gradient(self._batches)
+        self._count()
         return losses.mean, g
 
     def begin(self, p: Tensor, *, moved: bool) -> None:
@@ -45,7 +48,12 @@ class Walk:
         self._objective.parameters.write(self._origin, self._direction, alpha)
         self._alpha = alpha
         self._trial = self._objective.differentiate(self._batches, along=self._direction)
+        self._count()
         return self._trial.losses.mean, self._trial.slope
+
+    def _count(self) -> None:
+        self._evaluations += 1
+        self._objective.tell(Progress("search", self._evaluations, None))
 
     def gradient(self) -> Tensor:
         """∇f at the last trial, this rank's part [P_local]."""

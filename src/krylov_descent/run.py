@@ -1,0 +1,209 @@
+"""A run, not only a step: steps until a reason to end, the best point kept."""
+
+from __future__ import annotations
+
+import enum
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from krylov_descent.bar import step_bar
+from krylov_descent.distributed import Comm
+from krylov_descent.objective import relative_noise
+from krylov_descent.progress import Tell
+from krylov_descent.report import Settlement, StepReport
+
+
+class EndReason(enum.Enum):
+    """Why a run ended; ``reason.remedy`` says what it means.
+
+    Example:
+        >>> from krylov_descent import EndReason
+        >>> EndReason.MAX_STEPS.remedy
+        'All steps were taken. Run on: the optimizer continues where it is.'
+    """
+
+    MAX_STEPS = "max-steps"
+    SECONDS = "seconds"
+    GRADIENT = "gradient"
+    PATIENCE = "patience"
+    STUCK = "stuck"
+
+    @property
+    def remedy(self) -> str:
+        """What it means, and what to do if more is wanted."""
+        return _REMEDY[self]
+
+
+_REMEDY: Mapping[EndReason, str] = {
+    EndReason.MAX_STEPS: "All steps were taken. Run on: the optimizer continues where it is.",
+    EndReason.SECONDS: "The time was used up. Run on: the optimizer continues where it is.",
+    EndReason.GRADIENT: "The gradient's norm is at most gtol: converged.",
+    EndReason.PATIENCE: (
+        "Nothing improved for `patience` steps: converged for these sets. More is to be had from larger sets "
+        "(Subsets(fraction=...)), a larger krylov_dim, or float64."
+    ),
+    EndReason.STUCK: (
+        "Step after step found nothing better than where it began: converged to the rounding of the dtype. "
+        "In float32, go on in float64 (model.double() and a new optimizer)."
+    ),
+}
+
+_NOTHING_FOUND = 5  # steps in a row: the first may fail for the sake of a remembered step, or of a damping
+
+
+class Steps(Protocol):
+    """What a run needs of an optimizer."""
+
+    on_progress: Tell | None
+
+    @property
+    def comm(self) -> Comm:
+        """Of the ranks that step together."""
+        ...
+
+    def step(self, closure: Any, sets: Any = None) -> Any:
+        """One step."""
+        ...
+
+    def trained(self) -> list[Tensor]:
+        """The parameters that steps move."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Best:
+    """The best point of a run.
+
+    Attributes:
+        value: the loss on A there, or what ``monitor`` returned.
+        steps: how many steps of the run led to it.
+        parameters: copies, in the optimizer's order.
+    """
+
+    value: float
+    steps: int
+    parameters: tuple[Tensor, ...]
+
+
+class Run:
+    """Steps, one report at a time; ``KSD.run`` makes it.
+
+    Attributes:
+        reason: why it ended; None while it goes on, and after a ``break``.
+        steps: taken so far.
+        loss: the last known loss on A; after the end, of the point where the run ended.
+        best: the best point so far, or None.
+    """
+
+    def __init__(
+        self,
+        optimizer: Steps,
+        closure: Callable[..., Any],
+        sets: Any,
+        *,
+        max_steps: int | None,
+        seconds: float | None,
+        gtol: float,
+        patience: int | None,
+        monitor: Callable[[], float] | None,
+        progress: bool,
+    ) -> None:
+        for name, value, least in (("max_steps", max_steps, 0), ("seconds", seconds, 0), ("patience", patience, 1)):
+            if value is not None and not value >= least:
+                raise ValueError(f"{name}={value!r}: must be at least {least}, or None for no such limit.")
+        if not gtol >= 0:
+            raise ValueError(f"gtol={gtol!r}: must be a number ≥ 0.")
+        self._optimizer, self._closure, self._sets = optimizer, closure, sets
+        self._max_steps = math.inf if max_steps is None else max_steps
+        self._seconds = math.inf if seconds is None else seconds
+        self._patience = math.inf if patience is None else patience
+        self._gtol, self._monitor, self._progress = gtol, monitor, progress
+        self._noise = relative_noise(optimizer.trained()[0].dtype)
+        self._stale = 0
+        self.reason: EndReason | None = None
+        self.steps = 0
+        self.loss = math.nan
+        self.best: Best | None = None
+
+    def __iter__(self) -> Iterator[StepReport]:
+        start = time.perf_counter()
+        nothing = 0
+        self.reason = None
+        with step_bar(self._optimizer, self._max_steps, shown=self._progress) as show:
+            while self.reason is None:
+                elapsed = self._agreed(time.perf_counter() - start)
+                if self.steps >= self._max_steps or elapsed >= self._seconds:
+                    self.reason = EndReason.MAX_STEPS if self.steps >= self._max_steps else EndReason.SECONDS
+                    break
+                here = self._copy() if self._monitor is None else ()
+                report: StepReport = self._optimizer.step(self._closure, self._sets)
+                self.loss = report.loss
+                if self._monitor is not None:
+                    self._weigh(self._agreed(float(self._monitor())), self.steps + 1, None)
+                elif report.accepted:  # otherwise it began from an earlier point, which was weighed then
+                    self._weigh(report.loss, self.steps, here)
+                else:
+                    self._stale += 1
+                del here
+                self.steps += 1
+                found = report.search_loss_after < report.search_loss_before
+                nothing = 0 if found or self._sets is not None else nothing + 1
+                if report.grad_norm <= self._gtol:
+                    self.reason = EndReason.GRADIENT
+                elif nothing >= _NOTHING_FOUND:
+                    self.reason = EndReason.STUCK
+                elif self._stale >= self._patience:
+                    self.reason = EndReason.PATIENCE
+                show(report)
+                yield report
+        self._settle()
+
+    def restore_best(self) -> Best:
+        """Put the parameters back to the best point.
+
+        The optimizer notices that they were moved, and does not judge its last step by them.
+
+        Raises:
+            ValueError: no step was taken yet.
+        """
+        if self.best is None:
+            raise ValueError("The run has no best point: no step was taken. Iterate over it first.")
+        with torch.no_grad():
+            for p, x in zip(self._optimizer.trained(), self.best.parameters, strict=True):
+                p.copy_(x)
+        return self.best
+
+    def __str__(self) -> str:
+        why = "not ended" if self.reason is None else f"{self.reason.value}: {self.reason.remedy}"
+        best = "" if self.best is None else f" | best {self.best.value:.6g} after {self.best.steps}"
+        return f"{self.steps} steps | loss {self.loss:.6g}{best} | {why}"
+
+    def _settle(self) -> None:
+        """The loss where the run ended, and with sets the last step judged."""
+        settle = getattr(self._optimizer, "settle", None)
+        if self.steps == 0 or settle is None:
+            return
+        settlement: Settlement = settle(self._closure, self._sets)
+        self.loss = settlement.loss
+        if self._monitor is None and settlement.accepted:
+            self._weigh(settlement.loss, self.steps, None)
+
+    def _weigh(self, value: float, steps: int, point: tuple[Tensor, ...] | None) -> None:
+        """Keep a point if it is the best so far, the present one by default; count those that are no better."""
+        known = math.inf if self.best is None else self.best.value
+        self._stale = 0 if value < known - self._noise * abs(known) or math.isinf(known) else self._stale + 1
+        if self.best is None or value < known:
+            self.best = Best(value, steps, self._copy() if point is None else point)
+
+    def _copy(self) -> tuple[Tensor, ...]:
+        return tuple(p.detach().clone() for p in self._optimizer.trained())
+
+    def _agreed(self, value: float) -> float:
+        """The largest of all ranks: they end at the same step."""
+        return float(self._optimizer.comm.max(torch.tensor(value, dtype=torch.float64, device="cpu")))
