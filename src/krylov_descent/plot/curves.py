@@ -1,0 +1,267 @@
+"""What happened from step to step: the loss, the time by phase, the Ritz values."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+from krylov_descent.plot.records import (
+    Record,
+    Report,
+    column,
+    cost,
+    edges,
+    has_search_set,
+    numbers,
+    records_of,
+    seconds,
+    steps,
+    undone,
+)
+from krylov_descent.plot.style import (
+    BLUE,
+    COLOURS,
+    ORANGE,
+    PHASES,
+    axes_of,
+    frame,
+    legend,
+    log_ticks,
+    nothing,
+    whole_steps,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+By: TypeAlias = Literal["step", "seconds", "gradients"]
+
+_XLABEL = {"step": "step", "seconds": "seconds in steps", "gradients": "gradients of one sample"}
+_RUN = "krylov-descent run"  # marks the lines of runs among those of axes
+_FEW = 40  # steps whose points are marked
+_ROUNDING = 1e-12  # of the largest Ritz value of a step: what is smaller is rounding
+
+
+def convergence(
+    reports: Iterable[Report], ax: Axes | None = None, *, by: By = "step", label: str | None = None
+) -> Axes:
+    """The loss on A before each step; logarithmic where it is positive.
+
+    With sets, faint lines show what each search did to the loss on its own set C. Crosses mark steps that began by
+    undoing the one before; triangles at the top, losses that are not finite. Called again with the same axes, it adds
+    another run in another colour.
+
+    Args:
+        reports: ``StepReport``s, or dicts as of ``read``.
+        ax: where to draw; a new figure without.
+        by: what is counted to the right: steps, seconds, or gradients of one sample.
+        label: of this run, for the legend.
+
+    Raises:
+        ValueError: there are no reports, or ``by`` is something else.
+
+    Example:
+        >>> import torch
+        >>> from krylov_descent import KSD, plot
+        >>> w = torch.nn.Parameter(torch.tensor([3.0, -2.0]))
+        >>> optimizer = KSD([w], krylov_dim=1)
+        >>> reports = [optimizer.step(lambda: ((w**4).mean(), w)) for _ in range(4)]
+        >>> ax = plot.convergence(reports, by="gradients")
+        >>> ax.get_yscale()
+        'log'
+    """
+    if by not in _XLABEL:
+        raise ValueError(f"by={by!r}: must be one of {', '.join(_XLABEL)}.")
+    records = records_of(reports)
+    ax = axes_of(ax)
+    earlier = [line for line in ax.get_lines() if line.get_gid() == _RUN]
+    colour = COLOURS[len(earlier) % len(COLOURS)]
+    places, losses = _places(records, by), column(records, "loss")
+    marker: dict[str, Any] = {"marker": "o", "markersize": 4} if len(records) <= _FEW else {}
+    ax.plot(places[:-1], losses, color=colour, linewidth=1.8, label=label, gid=_RUN, zorder=3, **marker)
+    if has_search_set(records):
+        _searches(ax, records, places, colour)
+    _undone(ax, [(x, y) for x, y, back in zip(places, losses, undone(records), strict=False) if back])
+    _at_edge(ax, [x for x, y in zip(places, losses, strict=False) if not math.isfinite(y)], "v", 0.98, "not finite")
+    _value_scale(ax)
+    name = "loss on A" if any("A" in (record.get("set_sizes") or {}) for record in records) else "loss"
+    frame(ax, f"L{name[1:]} before each step{'' if earlier else _from_to(losses)}", _XLABEL[by], name)
+    if by == "step":
+        whole_steps(ax)
+    legend(ax)
+    return ax
+
+
+def phases(reports: Iterable[Report], ax: Axes | None = None) -> Axes:
+    """Seconds of each step, stacked by phase; the legend has the share of each in the whole.
+
+    Args:
+        reports: ``StepReport``s, or dicts as of ``read``.
+        ax: where to draw; a new figure without.
+
+    Raises:
+        ValueError: there are no reports.
+
+    Example:
+        >>> import torch
+        >>> from krylov_descent import KSD, plot
+        >>> w = torch.nn.Parameter(torch.tensor([3.0, -2.0]))
+        >>> ax = plot.phases([KSD([w]).step(lambda: (w.square().mean(), w))])
+        >>> [label.split()[0] for label in ax.get_legend_handles_labels()[1]]
+        ['gradient', 'basis', 'search']
+    """
+    records = records_of(reports)
+    ax = axes_of(ax)
+    laps = seconds(records)
+    total = math.fsum(itertools.chain(*laps.values()))
+    frame(ax, f"Time of each step by phase: {total:.3g} s in all", "step", "seconds")
+    if not total > 0:
+        nothing(ax, "these reports have no times")
+        return ax
+    borders, floor = edges(steps(records)), [0.0] * len(records)
+    for number, (name, values) in enumerate(laps.items()):
+        top = [a + b for a, b in zip(floor, values, strict=True)]
+        share = 100 * math.fsum(values) / total
+        words = f"{name} {share:.0f} %"
+        colour = PHASES[number % len(PHASES)]
+        ax.stairs(top, borders, baseline=floor, fill=True, color=colour, label=words, linewidth=0)
+        floor = top
+    ax.set_xlim(borders[0], borders[-1])
+    ax.set_ylim(0, 1.2 * max(floor))  # room for the legend
+    whole_steps(ax)
+    legend(ax, loc="upper center", ncols=len(laps))
+    return ax
+
+
+def ritz(reports: Iterable[Report], ax: Axes | None = None) -> Axes:
+    """The Ritz values of each step: the curvature that the gradient sees, not the spectrum of the whole matrix.
+
+    They are the eigenvalues of the curvature within the step's basis: the Krylov space of the gradient
+    (preconditioned, if there is a preconditioner) and the previous step. Directions in which the gradient has no part
+    do not appear. Negative ones, which the Hessian has, are shown by their size with a mark of their own. Values below
+    1e-12 of the step's largest are rounding, and are left out.
+
+    Args:
+        reports: ``StepReport``s, or dicts as of ``read``.
+        ax: where to draw; a new figure without.
+
+    Raises:
+        ValueError: there are no reports.
+
+    Example:
+        >>> import torch
+        >>> from krylov_descent import KSD, plot
+        >>> w = torch.nn.Parameter(torch.tensor([3.0, -2.0]))
+        >>> report = KSD([w], curvature="hessian").step(lambda: w[0] ** 2 - w[1] ** 2 + w[1] ** 4)
+        >>> ax = plot.ritz([report])
+        >>> ax.get_title()
+        "Ritz values: the curvature in the gradient's Krylov space"
+    """
+    records = records_of(reports)
+    ax = axes_of(ax)
+    frame(
+        ax,
+        "Ritz values: the curvature in the gradient's Krylov space",
+        "step",
+        "Ritz value (gradient-weighted,\nnot the whole spectrum)",
+    )
+    dots = _dots(records)
+    if not dots:
+        nothing(ax, "these reports have no Ritz values")
+        return ax
+    size = 4.0 if len(records) <= _FEW else 3.0 if len(records) <= 4 * _FEW else 2.0
+    for sign, marker, colour, word in ((1, "o", BLUE, "positive"), (-1, "x", ORANGE, "negative: its size")):
+        some = [(x, abs(value)) for x, value in dots if value * sign > 0]
+        if some:
+            xs, ys = zip(*some, strict=True)
+            ax.plot(
+                xs,
+                ys,
+                linestyle="none",
+                marker=marker,
+                color=colour,
+                markersize=size if sign > 0 else size + 2.0,
+                markeredgewidth=0 if sign > 0 else 1.2,
+                alpha=0.75,
+                label=word,
+                rasterized=len(dots) > 2000,  # vector files stay small
+            )
+    ax.set_yscale("log")
+    log_ticks(ax.yaxis, [abs(value) for _, value in dots])
+    whole_steps(ax)
+    if any(value < 0 for _, value in dots):
+        legend(ax)
+    return ax
+
+
+def _places(records: Sequence[Record], by: By) -> list[float]:
+    """Where each step begins on the horizontal axis, and where the last one ends."""
+    if by == "step":
+        found = steps(records)
+        return [*found, found[-1] + 1]
+    return list(itertools.accumulate(cost(records, by), initial=0.0))
+
+
+def _searches(ax: Axes, records: Sequence[Record], places: Sequence[float], colour: str) -> None:
+    """From the loss on C before a search to that after it, a line for each step, faint."""
+    before, after = column(records, "search_loss_before"), column(records, "search_loss_after")
+    xs = [x for a, b in itertools.pairwise(places) for x in (a, b, math.nan)]
+    ys = [y for a, b in zip(before, after, strict=True) for y in (a, b, math.nan)]
+    words = _once(ax, "search: loss on C, before → after")
+    ax.plot(xs, ys, color=colour, linewidth=1.0, alpha=0.35, label=words, zorder=2)
+
+
+def _undone(ax: Axes, places: Sequence[tuple[float, float]]) -> None:
+    """Crosses on the line; where they are many, marks at the bottom, which do not hide it."""
+    words = "previous step undone"
+    if len(places) > _FEW:
+        _at_edge(ax, [x for x, _ in places], "|", 0.02, words)
+    elif places:
+        xs, ys = zip(*places, strict=True)
+        ax.plot(xs, ys, "x", color="#000000", markersize=7, markeredgewidth=1.5, label=_once(ax, words), zorder=4)
+
+
+def _at_edge(ax: Axes, xs: Sequence[float], marker: str, height: float, words: str) -> None:
+    """Marks at a height of the picture, whatever the scale of losses."""
+    if xs:
+        place = ax.get_xaxis_transform()
+        look: dict[str, Any] = {"color": "#000000", "markersize": 6, "label": _once(ax, words)}
+        ax.plot(xs, [height] * len(xs), linestyle="none", marker=marker, transform=place, **look)
+
+
+def _once(ax: Axes, words: str) -> str | None:
+    """A label, unless the legend has it already."""
+    return None if words in ax.get_legend_handles_labels()[1] else words
+
+
+def _value_scale(ax: Axes) -> None:
+    """Logarithmic if every loss of every run is positive."""
+    values = [float(y) for line in ax.get_lines() if line.get_gid() == _RUN for y in _floats(line.get_ydata())]
+    finite = [y for y in values if math.isfinite(y)]
+    if finite and min(finite) > 0:
+        ax.set_yscale("log")
+        log_ticks(ax.yaxis, finite)
+    else:
+        ax.set_yscale("linear")
+
+
+def _floats(data: object) -> list[float]:
+    assert isinstance(data, Iterable)
+    return [float(y) for y in data]
+
+
+def _from_to(losses: Sequence[float]) -> str:
+    finite = [loss for loss in losses if math.isfinite(loss)]
+    return f": {finite[0]:.3g} → {finite[-1]:.3g}" if len(finite) > 1 else ""
+
+
+def _dots(records: Sequence[Record]) -> list[tuple[float, float]]:
+    """(step, Ritz value), without what is not finite or rounding."""
+    dots = []
+    for x, record in zip(steps(records), records, strict=True):
+        values = [value for value in numbers(record, "ritz_values") if math.isfinite(value)]
+        least = _ROUNDING * max(map(abs, values), default=0.0)
+        dots += [(x, value) for value in values if abs(value) > least]
+    return dots

@@ -1,0 +1,142 @@
+"""Reports as plain records, whether they come from an optimizer or from a file."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from krylov_descent.report import StepReport
+
+Report: TypeAlias = StepReport | Mapping[str, Any]
+Record: TypeAlias = Mapping[str, Any]
+
+_SHOWN = 60  # characters of a broken line
+
+
+def read(path: str | Path) -> list[dict[str, Any]]:
+    """The reports that ``krylov_descent.writers.JSONLWriter`` wrote.
+
+    A last line that was cut off, as a run that was killed leaves it, is skipped with a warning.
+
+    Args:
+        path: of the file.
+
+    Returns:
+        One dict for each line, as of ``StepReport.as_dict``; numbers that were not finite are None.
+
+    Raises:
+        ValueError: another line is no report.
+
+    Example:
+        >>> import tempfile, pathlib, torch
+        >>> from krylov_descent import KSD, plot
+        >>> from krylov_descent.writers import JSONLWriter
+        >>> w = torch.nn.Parameter(torch.tensor([3.0, -2.0]))
+        >>> log = pathlib.Path(tempfile.mkdtemp()) / "log.jsonl"
+        >>> with JSONLWriter(log) as write:
+        ...     write(KSD([w]).step(lambda: (w.square().mean(), w)))
+        >>> [report["loss"] for report in plot.read(log)]
+        [6.5]
+    """
+    lines = Path(path).read_text(encoding="utf-8", errors="replace").split("\n")
+    numbered = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
+    found: list[dict[str, Any]] = []
+    for number, line in numbered:
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError:
+            record = None
+        if isinstance(record, dict) and "loss" in record:
+            found.append(record)
+            continue
+        shown = line if len(line) <= _SHOWN else f"{line[:_SHOWN]}…"
+        if record is None and number == numbered[-1][0]:
+            warnings.warn(
+                f"{path}, line {number}: the last line was cut off and is skipped: {shown!r}. The run was killed while "
+                "it wrote, or is writing now.",
+                stacklevel=2,
+            )
+        else:
+            raise ValueError(
+                f"{path}, line {number}: this is no report of a step: {shown!r}. Remove the line, or pass a file that "
+                "krylov_descent.writers.JSONLWriter wrote."
+            )
+    return found
+
+
+def records_of(reports: Iterable[Report]) -> list[Record]:
+    """Reports as dicts.
+
+    Raises:
+        ValueError: there is none.
+    """
+    records = [report.as_dict() if isinstance(report, StepReport) else report for report in reports]
+    if not records:
+        raise ValueError("There are no reports to draw: take a step first, or pass a log that has some.")
+    return records
+
+
+def number(x: Any) -> float:
+    """A number of a record, NaN where it has none."""
+    return math.nan if x is None else float(x)
+
+
+def column(records: Sequence[Record], key: str) -> list[float]:
+    """One number of each record."""
+    return [number(record.get(key)) for record in records]
+
+
+def numbers(record: Record, key: str) -> list[float]:
+    """Several numbers of one record."""
+    return [number(x) for x in record.get(key) or ()]
+
+
+def steps(records: Sequence[Record]) -> list[float]:
+    """The number of each step; its place where numbers go back, as in the reports of two optimizers in a row."""
+    found = column(records, "iteration")
+    if all(a < b for a, b in itertools.pairwise(found)) and math.isfinite(found[0]):
+        return found
+    return [float(i) for i in range(len(records))]
+
+
+def edges(places: Sequence[float]) -> list[float]:
+    """Where the cell of each step begins, and the last one ends: half way between neighbours."""
+    between = [(a + b) / 2 for a, b in itertools.pairwise(places)]
+    return [places[0] - 0.5, *between, places[-1] + 0.5]
+
+
+def seconds(records: Sequence[Record]) -> dict[str, list[float]]:
+    """Seconds of each step by phase, in the order in which phases occur; 0 where a step has no such number."""
+    laps = [record.get("seconds") or {} for record in records]
+    names = dict.fromkeys(name for lap in laps for name in lap)
+    return {name: [_finite_or_zero(lap.get(name)) for lap in laps] for name in names}
+
+
+def cost(records: Sequence[Record], by: str) -> list[float]:
+    """What each step took: one step, its seconds, or its gradients of one sample."""
+    if by == "seconds":
+        return [math.fsum(laps) for laps in zip(*seconds(records).values(), strict=True)] or [0.0] * len(records)
+    if by == "gradients":
+        return [_finite_or_zero(record.get("sample_gradients")) for record in records]
+    return [1.0] * len(records)
+
+
+def undone(records: Sequence[Record]) -> list[bool]:
+    """Whether each step began by undoing the one before it."""
+    return [record.get("accepted") is False for record in records]
+
+
+def has_search_set(records: Sequence[Record]) -> bool:
+    """Whether the search used other samples than the gradient."""
+    sizes = [record.get("set_sizes") or {} for record in records]
+    return any("C" in size and size["C"] != size.get("A") for size in sizes)
+
+
+def _finite_or_zero(x: Any) -> float:
+    value = number(x)
+    return value if math.isfinite(value) else 0.0

@@ -1,0 +1,90 @@
+"""How pictures look: colours that the colour-blind can tell apart, a light grid, plain numbers on axes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
+
+#: Okabe and Ito's.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+BLUE, ORANGE = COLOURS[:2]
+PHASES = ("#56B4E9", "#E69F00", "#009E73", "#CC79A7", "#999999")
+BLANK = "#EEEEEE"
+MAP = "viridis"
+SIZE = (6.4, 4.0)
+_TITLE, _LABEL, _TICK = 10.5, 9.5, 8.5
+
+
+def pyplot() -> Any:
+    """matplotlib's, imported when something is drawn.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib import pyplot as plt
+    except ImportError:
+        raise ImportError("Pictures need matplotlib: pip install 'krylov-descent[plot]'.") from None
+    return plt
+
+
+def axes_of(ax: Axes | None, size: tuple[float, float] = SIZE) -> Axes:
+    """What was given, or the axes of a new figure."""
+    if ax is not None:
+        return ax
+    new: Axes = pyplot().subplots(figsize=size, layout="constrained")[1]
+    return new
+
+
+def frame(ax: Axes, title: str, xlabel: str, ylabel: str, *, grid: bool = True) -> None:
+    """Words around the picture, and what lies behind it."""
+    ax.set_title(title, fontsize=_TITLE)
+    ax.set_xlabel(xlabel, fontsize=_LABEL)
+    ax.set_ylabel(ylabel, fontsize=_LABEL)
+    ax.tick_params(labelsize=_TICK)
+    ax.set_axisbelow(True)
+    ax.grid(visible=False, which="both")
+    if grid:
+        ax.grid(visible=True, which="major", color="#000000", alpha=0.12, linewidth=0.6)
+    for side in ("top", "right"):
+        ax.spines[side].set_visible(False)
+
+
+def legend(ax: Axes, **place: Any) -> None:
+    """A legend, if something has a label."""
+    if ax.get_legend_handles_labels()[1]:
+        shown = ax.legend(fontsize=_TICK, frameon=True, framealpha=0.85, edgecolor="none", **place)
+        shown.set_zorder(5)
+
+
+def whole_steps(ax: Axes) -> None:
+    """Ticks of a step axis at whole numbers."""
+    from matplotlib.ticker import MaxNLocator
+
+    ax.xaxis.set_major_locator(MaxNLocator(nbins="auto", steps=[1, 2, 5, 10], integer=True, min_n_ticks=1))
+
+
+def log_ticks(axis: Axis, values: Sequence[float]) -> None:
+    """Labels on a logarithmic axis: decades where it spans many, some numbers between them where few."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    low, high = min(values), max(values)
+    decades = math.log10(high / low)
+    if decades >= 2.5:
+        axis.set_major_locator(LogLocator(numticks=9))
+        return
+    fine, middling, coarse = (1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0), (1.0, 2.0, 3.0, 5.0, 7.0), (1.0, 2.0, 5.0)
+    axis.set_major_locator(LogLocator(subs=fine if decades < 0.7 else middling if decades < 1.3 else coarse))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_formatter(NullFormatter())
+
+
+def nothing(ax: Axes, words: str) -> None:
+    """Say in the middle of a picture why it is empty."""
+    ax.text(0.5, 0.5, words, transform=ax.transAxes, ha="center", va="center", fontsize=_LABEL, color="#666666")
+    ax.set(xticks=[], yticks=[])

@@ -1,0 +1,660 @@
+"""Pictures: what their artists hold is what the reports say, and the plane's numbers are those of the closure."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("matplotlib")
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.collections import QuadMesh
+from matplotlib.colors import LogNorm
+from matplotlib.contour import QuadContourSet
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import StepPatch
+
+from krylov_descent import KSD, StepReport, Subsets, plot
+from krylov_descent.plot.slices import _values
+from krylov_descent.writers import JSONLWriter
+
+Closure = Callable[..., Any]
+
+
+@pytest.fixture(autouse=True)
+def no_windows() -> Iterator[None]:
+    plt.switch_backend("Agg")
+    yield
+    plt.close("all")
+
+
+def record(i: int, **changes: Any) -> dict[str, Any]:
+    """A step that nobody took: a tenth of the loss each time, two Krylov vectors and the previous step."""
+    return {
+        "iteration": i,
+        "loss": 10.0**-i,
+        "search_loss_before": 2 * 10.0**-i,
+        "search_loss_after": 0.5 * 10.0**-i,
+        "grad_norm": 1.0,
+        "krylov_dim": 2,
+        "ritz_values": [0.01, 1.0, 100.0],
+        "accepted": True,
+        "seconds": {"gradient": 1.0, "basis": 2.0, "search": 1.0},
+        "sample_gradients": 50.0,
+        "set_sizes": {"A": 100, "B": 10, "C": 10},
+        "coefficients": [3.0, -0.3, 0.03],
+        **changes,
+    }
+
+
+def line_of(ax: Axes, label: str) -> Line2D:
+    (found,) = [line for line in ax.get_lines() if line.get_label() == label]
+    return found
+
+
+def xy(line: Line2D) -> tuple[list[float], list[float]]:
+    return np.asarray(line.get_xdata()).tolist(), np.asarray(line.get_ydata()).tolist()
+
+
+def drawn(ax: Axes) -> Figure:
+    """What only fails when a picture is rendered fails here."""
+    figure = ax.figure
+    assert isinstance(figure, Figure)
+    figure.draw_without_rendering()
+    return figure
+
+
+def texts(ax: Axes) -> list[str]:
+    return [text.get_text() for text in ax.texts]
+
+
+# Reading
+
+
+def test_read_gives_back_what_the_writer_wrote(tmp_path: Path) -> None:
+    optimizer, closure, _ = regression()
+    reports = [optimizer.step(closure) for _ in range(3)]
+    with JSONLWriter(tmp_path / "log.jsonl") as write:
+        for report in reports:
+            write(report)
+    assert plot.read(tmp_path / "log.jsonl") == [report.as_dict() for report in reports]
+
+
+def test_a_cut_last_line_is_skipped_with_a_warning(tmp_path: Path) -> None:
+    log = tmp_path / "log.jsonl"
+    log.write_text(json.dumps(record(0)) + "\n\n" + json.dumps(record(1))[:40])
+    with pytest.warns(UserWarning, match=r"log\.jsonl, line 3: the last line was cut off"):
+        found = plot.read(log)
+    assert found == [record(0)]
+
+
+@pytest.mark.parametrize("line", ['{"iteration": 1, "lo{"iteration": 1}', "[1, 2]", '{"kind": "run"}'])
+def test_a_broken_line_inside_is_named(tmp_path: Path, line: str) -> None:
+    log = tmp_path / "log.jsonl"
+    log.write_text("\n".join([json.dumps(record(0)), line, json.dumps(record(2))]))
+    with pytest.raises(ValueError, match=r"log\.jsonl, line 2: this is no report of a step: .*Remove the line"):
+        plot.read(log)
+
+
+def test_no_reports_are_refused() -> None:
+    for draw in (plot.convergence, plot.phases, plot.ritz, plot.coefficients, plot.overview):
+        with pytest.raises(ValueError, match="There are no reports to draw"):
+            draw([])
+
+
+# The loss
+
+
+@pytest.mark.parametrize(
+    ("by", "places", "words"),
+    [
+        ("step", [0, 1, 2], "step"),
+        ("seconds", [0, 4, 8], "seconds in steps"),
+        ("gradients", [0, 50, 100], "gradients of one sample"),
+    ],
+)
+def test_convergence_shows_the_loss_before_each_step(by: Any, places: list[float], words: str) -> None:
+    ax = plot.convergence([record(i) for i in range(3)], by=by, label="a run")
+    assert xy(line_of(ax, "a run")) == (places, [1.0, 0.1, 0.01])
+    assert (ax.get_xlabel(), ax.get_ylabel(), ax.get_yscale()) == (words, "loss on A", "log")
+    assert ax.get_title() == "Loss on A before each step: 1 → 0.01"
+
+
+def test_each_search_is_a_line_of_its_own_if_it_has_a_set_of_its_own() -> None:
+    words = "search: loss on C, before → after"
+    ax = plot.convergence([record(i) for i in range(2)], by="seconds")
+    xs, ys = xy(line_of(ax, words))
+    assert np.array_equal(xs, [0, 4, math.nan, 4, 8, math.nan], equal_nan=True)
+    assert np.array_equal(ys, [2, 0.5, math.nan, 0.2, 0.05, math.nan], equal_nan=True)
+    for sizes in ({}, {"A": 5, "B": 5, "C": 5}, {"A": 100}):
+        ax = plot.convergence([record(i, set_sizes=sizes) for i in range(2)])
+        assert ax.get_legend_handles_labels()[1] == []
+    assert plot.convergence([record(0, set_sizes={})]).get_ylabel() == "loss"
+
+
+def test_steps_that_undid_the_one_before_are_marked() -> None:
+    reports = [record(i, accepted=i not in (1, 3)) for i in range(5)]
+    ax = plot.convergence(reports)
+    assert xy(line_of(ax, "previous step undone")) == ([1, 3], [1e-1, 1e-3])
+    many = plot.convergence([record(i, loss=1.0, accepted=i % 2 == 0) for i in range(200)])
+    xs, ys = xy(line_of(many, "previous step undone"))
+    assert xs == list(range(1, 200, 2))
+    assert set(ys) == {0.02}  # of the height of the picture, beside the curve
+
+
+def test_losses_that_are_not_finite_leave_a_gap_and_a_mark() -> None:
+    reports = [record(0), record(1, loss=None), record(2, loss=math.inf), record(3)]
+    ax = plot.convergence(reports, label="run")
+    assert xy(line_of(ax, "not finite"))[0] == [1, 2]
+    assert np.array_equal(xy(line_of(ax, "run"))[1], [1, math.nan, math.inf, 1e-3], equal_nan=True)
+    assert ax.get_yscale() == "log"
+    drawn(ax)
+    lost = plot.convergence([record(0, loss=None)])
+    assert xy(line_of(lost, "not finite"))[0] == [0]
+
+
+def test_a_loss_that_is_not_positive_has_a_linear_axis() -> None:
+    assert plot.convergence([record(0, loss=1.0), record(1, loss=-1.0)]).get_yscale() == "linear"
+    assert plot.convergence([record(0, loss=0.0)]).get_yscale() == "linear"
+
+
+def test_runs_on_the_same_axes_differ_in_colour_and_share_a_legend() -> None:
+    reports = [record(i, accepted=i != 1) for i in range(3)]
+    ax = plot.convergence(reports, label="first")
+    assert plot.convergence(reports[1:], ax, label="second") is ax
+    assert line_of(ax, "first").get_color() != line_of(ax, "second").get_color()
+    labels = ax.get_legend_handles_labels()[1]
+    assert sorted(labels) == sorted({"first", "second", "previous step undone", "search: loss on C, before → after"})
+    assert ax.get_title() == "Loss on A before each step"  # of which run would numbers be?
+    plot.convergence([record(0, loss=-1.0)], ax)
+    assert ax.get_yscale() == "linear"
+
+
+def test_reports_of_two_optimizers_in_a_row_are_counted_through() -> None:
+    reports = [record(0), record(1), record(0), record(1)]
+    assert xy(line_of(plot.convergence(reports, label="run"), "run"))[0] == [0, 1, 2, 3]
+    later = [record(10), record(20)]
+    assert xy(line_of(plot.convergence(later, label="run"), "run"))[0] == [10, 20]
+
+
+def test_another_axis_is_refused() -> None:
+    with pytest.raises(ValueError, match="by='epoch': must be one of step, seconds, gradients"):
+        plot.convergence([record(0)], by="epoch")  # type: ignore[arg-type]
+
+
+# Phases
+
+
+def test_phases_are_stacked() -> None:
+    reports = [record(0), record(1, seconds={"gradient": 0.0, "basis": 4.0, "cg": 3.0}), record(2, seconds={})]
+    ax = plot.phases(reports)
+    steps = [patch for patch in ax.patches if isinstance(patch, StepPatch)]
+    data = [patch.get_data() for patch in steps]
+    assert [np.asarray(top).tolist() for top, _, _ in data] == [[1, 0, 0], [3, 4, 0], [4, 4, 0], [4, 7, 0]]
+    assert np.asarray(data[1][2]).tolist() == [1, 0, 0]  # on top of the phase before
+    assert np.asarray(data[0][1]).tolist() == [-0.5, 0.5, 1.5, 2.5]
+    assert [patch.get_label() for patch in steps] == ["gradient 9 %", "basis 55 %", "search 9 %", "cg 27 %"]
+    assert ax.get_title() == "Time of each step by phase: 11 s in all"
+    assert (ax.get_xlabel(), ax.get_ylabel()) == ("step", "seconds")
+
+
+def test_reports_without_times_say_so() -> None:
+    assert texts(plot.phases([record(0, seconds={"basis": None})])) == ["these reports have no times"]
+    assert xy(line_of(plot.convergence([record(0, seconds=None)], by="seconds", label="x"), "x"))[0] == [0]
+
+
+# Ritz values
+
+
+def test_ritz_values_are_dots_and_negative_ones_are_marked() -> None:
+    reports = [record(0, ritz_values=[-2.0, -1e-13, 0.0, 5.0]), record(1, ritz_values=[None, math.inf, 3.0])]
+    ax = plot.ritz(reports)
+    assert xy(line_of(ax, "positive")) == ([0, 1], [5.0, 3.0])
+    assert xy(line_of(ax, "negative: its size")) == ([0], [2.0])
+    assert line_of(ax, "positive").get_linestyle() == "None"
+    assert ax.get_yscale() == "log"
+    assert ax.get_legend() is not None
+    assert plot.ritz([record(0)]).get_legend() is None  # nothing to tell apart
+
+
+def test_the_words_say_that_ritz_values_are_not_the_spectrum() -> None:
+    ax = plot.ritz([record(0)])
+    assert "Krylov space" in ax.get_title()
+    assert "gradient-weighted" in ax.get_ylabel()
+    assert "not the whole spectrum" in ax.get_ylabel()
+
+
+def test_reports_without_ritz_values_or_coefficients_say_so() -> None:
+    bare = [record(0, ritz_values=[], coefficients=[], krylov_dim=0)]
+    assert texts(plot.ritz(bare)) == ["these reports have no Ritz values"]
+    assert texts(plot.coefficients(bare)) == ["these reports have no coefficients"]
+    old = {key: value for key, value in record(0).items() if key != "coefficients"}  # of an older version
+    assert texts(plot.coefficients([old])) == ["these reports have no coefficients"]
+
+
+# Coefficients
+
+
+def test_coefficients_are_placed_by_vector_whatever_a_step_had() -> None:
+    reports = [
+        record(0, krylov_dim=3, coefficients=[1.0, -2.0, 4.0]),  # no previous step
+        record(1, krylov_dim=1, coefficients=[8.0, -0.5]),
+        record(2, krylov_dim=0, coefficients=[]),
+        record(3, krylov_dim=3, coefficients=[0.0, None, 1.0, 2.0]),
+    ]
+    ax = plot.coefficients(reports)
+    (mesh,) = [artist for artist in ax.collections if isinstance(artist, QuadMesh)]
+    nan = math.nan
+    array: Any = mesh.get_array()
+    shown = np.ma.filled(array, nan)
+    expected = [[1, 8, nan, nan], [2, nan, nan, nan], [4, nan, nan, 1], [nan, 0.5, nan, 2]]
+    assert np.array_equal(shown.reshape(4, 4), expected, equal_nan=True)
+    assert isinstance(mesh.norm, LogNorm)
+    assert (mesh.norm.vmin, mesh.norm.vmax) == (0.5, 8.0)
+    assert [label.get_text() for label in ax.get_yticklabels()] == ["1", "2", "3", "previous"]
+    bottom, top = ax.get_ylim()
+    assert bottom > top  # the first vector is on top
+
+
+def test_the_colours_of_coefficients_span_six_decades_at_most() -> None:
+    ax = plot.coefficients([record(0, coefficients=[1.0, 1e-3, 1e-30])])
+    (mesh,) = [artist for artist in ax.collections if isinstance(artist, QuadMesh)]
+    assert mesh.norm.vmin == pytest.approx(1e-6)
+    same = plot.coefficients([record(0, coefficients=[2.0, -2.0, 2.0])])
+    drawn(same)  # a scale without length cannot be drawn
+    (mesh,) = [artist for artist in same.collections if isinstance(artist, QuadMesh)]
+    assert mesh.norm.vmax == 2.0
+
+
+def test_many_vectors_have_ticks_at_round_numbers() -> None:
+    ax = plot.coefficients([record(0, krylov_dim=20, coefficients=[1.0] * 21)])
+    assert [label.get_text() for label in ax.get_yticklabels()] == ["1", "5", "10", "15", "20", "previous"]
+
+
+# All of them
+
+
+@pytest.mark.parametrize("count", [1, 5, 500])
+def test_overview_of_any_length(count: int) -> None:
+    reports = [record(i, loss=1 / (i + 1), accepted=i % 7 != 3) for i in range(count)]
+    figure = plot.overview(reports)
+    figure.draw_without_rendering()
+    titles = [ax.get_title().partition(":")[0] for ax in figure.axes[:4]]
+    assert titles == [
+        "Loss on A before each step",
+        "Time of each step by phase",
+        "Ritz values",
+        "Size of each step along the vectors of its basis",
+    ]
+    words = figure.get_suptitle().split(" · ")
+    assert words[:3] == [
+        f"{count} step{'s' if count > 1 else ''}",
+        f"{4 * count:.3g} s",
+        f"{50 * count:,} gradients of one sample",
+    ]
+    undone = sum(i % 7 == 3 for i in range(count))
+    assert words[3:] == ([f"{undone} undone"] if undone else [])
+
+
+def test_reports_and_their_dicts_give_the_same_picture() -> None:
+    optimizer, closure, _ = regression()
+    reports = [optimizer.step(closure) for _ in range(4)]
+    pictures = []
+    for given in (iter(reports), [json.loads(json.dumps(report.as_dict())) for report in reports]):
+        figure = plot.overview(given)
+        figure.canvas.draw()
+        pictures.append(np.asarray(figure.canvas.buffer_rgba()).copy())  # type: ignore[attr-defined]
+    assert np.array_equal(pictures[0], pictures[1])
+
+
+def test_global_state_stays_and_given_axes_need_no_pyplot() -> None:
+    before = copy.deepcopy(dict(mpl.rcParams))
+    optimizer, closure, _ = regression()
+    report = optimizer.step(closure)
+    figure = Figure()
+    axes = figure.subplots(5)
+    for draw, ax in zip((plot.convergence, plot.phases, plot.ritz, plot.coefficients), axes, strict=False):
+        assert draw([report], ax) is ax
+    assert plot.plane(optimizer, closure, report=report, points=3, ax=axes[4]) is axes[4]
+    assert plt.get_fignums() == []
+    plot.overview([report])
+    assert len(plt.get_fignums()) == 1
+    assert dict(mpl.rcParams) == before
+
+
+def test_matplotlib_is_imported_when_something_is_drawn() -> None:
+    code = "import sys, krylov_descent.plot; sys.exit('matplotlib' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_without_matplotlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    for draw in (plot.convergence, plot.overview, plot.coefficients):
+        with pytest.raises(ImportError, match=r"pip install 'krylov-descent\[plot\]'"):
+            draw([record(0)])
+
+
+# The plane
+
+
+def regression(dtype: torch.dtype = torch.float64, **settings: Any) -> tuple[KSD, Closure, nn.Module]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(1, 6), nn.Tanh(), nn.Linear(6, 1)).to(dtype)
+    x = torch.linspace(-1, 1, 20, dtype=dtype)[:, None]
+
+    def closure() -> tuple[Tensor, Tensor]:
+        r = model(x) - torch.sin(4 * x)
+        return r.square().mean(), r
+
+    return KSD(model.parameters(), krylov_dim=5, **settings), closure, model
+
+
+def classification(batch_size: int = 7, **settings: Any) -> tuple[KSD, Closure, Subsets]:
+    """Twelve samples to search on out of sixty, a mask, and a decay: everything that a value on C depends on."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+    x = torch.randn(60, 4, dtype=torch.float64)
+    y = torch.randint(0, 3, (60,))
+    mask = (torch.rand(60) > 0.3).double()
+
+    def closure(batch: Any) -> tuple[Tensor, Tensor, Tensor]:
+        logits = model(batch[0])
+        losses = nn.functional.cross_entropy(logits, batch[1], reduction="none")
+        return (losses * batch[2]).sum() / batch[2].sum().clamp(min=1), logits, batch[2].sum()
+
+    sets = Subsets((x, y, mask), batch_size=batch_size, fraction=0.2, seed=0)
+    return KSD(model.parameters(), krylov_dim=6, weight_decay=0.01, **settings), closure, sets
+
+
+def bits(optimizer: KSD) -> list[bytes]:
+    return [p.detach().numpy().tobytes() for p in optimizer.trained()]
+
+
+def flat(optimizer: KSD) -> Tensor:
+    return torch.cat([p.detach().reshape(-1) for p in optimizer.trained()])
+
+
+def put(optimizer: KSD, theta: Tensor) -> None:
+    with torch.no_grad():
+        for p, part in zip(
+            optimizer.trained(), torch.split(theta, [p.numel() for p in optimizer.trained()]), strict=True
+        ):
+            p.copy_(part.view_as(p))
+
+
+def chosen(report: StepReport) -> list[int]:
+    return sorted(range(len(report.coefficients)), key=lambda k: -abs(report.coefficients[k]))[:2]
+
+
+def test_the_loss_on_c_is_that_of_the_search_also_after_steps_were_undone() -> None:
+    optimizer, closure, sets = classification()
+    undone = 0
+    for _ in range(10):
+        report = optimizer.step(closure, sets)
+        undone += not report.accepted
+        loss, end = optimizer.search_loss(closure, sets), flat(optimizer)
+        assert loss() == pytest.approx(report.search_loss_after, rel=1e-12)
+        put(optimizer, end + 0.1)
+        assert loss() != pytest.approx(report.search_loss_after, rel=1e-6)
+        put(optimizer, end)
+    assert undone > 1  # so that C was doubled, and more than once
+
+
+@pytest.mark.parametrize("with_sets", [False, True])
+def test_the_numbers_of_the_plane_are_those_of_the_closure(with_sets: bool) -> None:
+    sets: Subsets | None = None
+    if with_sets:
+        optimizer, closure, sets = classification()
+    else:
+        optimizer, closure, _ = regression(weight_decay=0.01)
+    for _ in range(4):
+        report = optimizer.step(closure, sets)
+    V, pair, end = optimizer.basis(), chosen(report), flat(optimizer)
+
+    def direct(a: float, b: float) -> float:
+        """From Subsets and the closure alone."""
+        put(optimizer, end + a * V[pair[0]] + b * V[pair[1]])
+        total = weights = 0.0
+        with torch.no_grad():
+            if sets is None:
+                total, weights = float(closure()[0]), 1.0
+            else:
+                draw = sets.draw(report.iteration, krylov_dim=6, search_growth=growth)
+                for batch in draw.c:
+                    loss, _, weight = closure(batch.data)
+                    total += float(loss) * float(weight)
+                    weights += float(weight)
+            value = total / weights + 0.005 * float(flat(optimizer).square().sum())
+        put(optimizer, end)
+        return value
+
+    growth = 0
+    while sets is not None and report.set_sizes["C"] != 12 << growth:
+        growth += 1
+    offsets = [[-0.7, 0.0, 0.4], [-0.2, 0.0, 0.3, 0.9]]
+    values = _values(optimizer, closure, sets, V[pair], offsets)
+    expected = [[direct(a, b) for a in offsets[0]] for b in offsets[1]]
+    assert [x for row in values for x in row] == pytest.approx([x for row in expected for x in row], rel=1e-12)
+    assert values[1][1] == pytest.approx(report.search_loss_after, rel=1e-12)
+
+    ax = plot.plane(optimizer, closure, sets, report=report, points=41)
+    _, lines = (artist for artist in ax.collections if isinstance(artist, QuadContourSet))
+    checked = 0
+    for level, path in zip(lines.levels, lines.get_paths(), strict=True):
+        for x, y in np.asarray(path.vertices)[::10]:
+            here = direct(x - report.coefficients[pair[0]], y - report.coefficients[pair[1]])
+            assert here == pytest.approx(level, rel=0.1)  # vertices are interpolated
+            checked += 1
+    assert checked > 50
+
+
+def test_the_plane_tells_what_it_shows() -> None:
+    optimizer, closure, sets = classification(previous="step")
+    seen = set()
+    for i in range(6):
+        report = optimizer.step(closure, sets)
+        pair = chosen(report)
+        c = [report.coefficients[k] for k in pair]
+        ax = plot.plane(optimizer, closure, sets, report=report, points=5)
+        names = ["the previous step" if k == report.krylov_dim else f"Krylov vector {k + 1}" for k in pair]
+        seen |= set(names)
+        assert [ax.get_xlabel(), ax.get_ylabel()] == [f"along {name}" for name in names]
+        share = math.hypot(*c) / float((optimizer.basis().T @ torch.tensor(report.coefficients).double()).norm())
+        assert ax.get_title() == (
+            f"The loss on C around the end of step {i}\nin a plane that holds {share:.0%} of its length"
+        )
+        assert xy(line_of(ax, "start (projected)")) == ([0.0], [0.0])
+        assert xy(line_of(ax, f"end: loss on C {report.search_loss_after:.4g}")) == ([c[0]], [c[1]])
+        for low, high in (ax.get_xlim(), ax.get_ylim()):
+            assert low < 0 < high
+        (arrow,) = ax.texts
+        assert (arrow.xy, (arrow.get_position())) == ((c[0], c[1]), (0.0, 0.0))  # type: ignore[attr-defined]
+        plt.close("all")
+    assert "the previous step" in seen
+
+
+def test_the_reach_is_counted_in_lengths_of_the_step() -> None:
+    optimizer, closure, _ = regression()
+    report = optimizer.step(closure)
+    ax = plot.plane(optimizer, closure, report=report, points=3, reach=2.0)
+    for k, limits in zip(chosen(report), (ax.get_xlim(), ax.get_ylim()), strict=True):
+        c = report.coefficients[k]
+        assert sorted(limits) == pytest.approx(sorted([c - 2 * c, c + 2 * c]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_the_next_step_is_the_same_bit_for_bit(dtype: torch.dtype) -> None:
+    ends = []
+    for look in (False, True):
+        optimizer, closure, _ = regression(dtype)
+        for _ in range(3):
+            report = optimizer.step(closure)
+            before = flat(optimizer)
+            if look:
+                with torch.no_grad():
+                    plot.plane(optimizer, closure, report=report, points=3)
+            assert torch.equal(flat(optimizer), before)
+        assert all(p.grad is None and p.requires_grad for p in optimizer.trained())
+        ends.append((flat(optimizer), report.loss))
+    assert torch.equal(ends[0][0], ends[1][0])
+    assert ends[0][1] == ends[1][1]
+
+
+def test_with_sets_the_next_step_is_the_same_too() -> None:
+    ends = []
+    for look in (False, True):
+        optimizer, closure, sets = classification()
+        for _ in range(6):
+            report = optimizer.step(closure, sets)
+            if look:
+                plot.plane(optimizer, closure, sets, report=report, points=3)
+        ends.append((bits(optimizer), report.loss, report.accepted))
+    assert ends[0] == ends[1]
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_parameters_are_put_back_after_an_error(error: type[BaseException]) -> None:
+    optimizer, closure, model = regression()
+    report = optimizer.step(closure)
+    before = bits(optimizer)
+    first = next(model.parameters())
+    here = first.detach().clone()
+    calls = 0
+
+    def fails() -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 5:
+            assert not torch.equal(first, here)
+            raise error("out of memory")
+        return closure()
+
+    with pytest.raises(error, match="out of memory"):
+        plot.plane(optimizer, fails, report=report, points=5)
+    assert bits(optimizer) == before
+    assert plt.get_fignums() == []
+
+
+def test_points_that_are_not_finite_are_blank() -> None:
+    w = nn.Parameter(torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64))
+    closure = lambda: ((w - w.log()).mean() + 0.1 * w.square().sum(), w)  # noqa: E731
+    optimizer = KSD([w], curvature="hessian", preconditioner=None)
+    report = optimizer.step(closure)
+    ax = plot.plane(optimizer, closure, report=report, points=21, reach=4.0)
+    filled, _ = (artist for artist in ax.collections if isinstance(artist, QuadContourSet))
+    V, end, pair = optimizer.basis(), flat(optimizer), chosen(report)
+    blank = 0
+    for x in np.linspace(*ax.get_xlim(), 21):
+        for y in np.linspace(*ax.get_ylim(), 21):
+            a, b = x - report.coefficients[pair[0]], y - report.coefficients[pair[1]]
+            if bool((end + a * V[pair[0]] + b * V[pair[1]] < -1e-9).any()):
+                blank += 1
+                assert not any(path.contains_point((x, y), radius=-1e-9) for path in filled.get_paths())
+    assert blank > 20
+    drawn(ax)
+
+
+def test_one_basis_vector_gives_a_curve() -> None:
+    w = nn.Parameter(torch.tensor([2.0], dtype=torch.float64))
+    closure = lambda: ((w**4).mean() + w.mean(), w)  # noqa: E731
+    optimizer = KSD([w], curvature="hessian", preconditioner=None)
+    report = optimizer.step(closure)
+    (c,), (v,) = report.coefficients, optimizer.basis()
+    ax = plot.plane(optimizer, closure, report=report, points=9)
+    xs, ys = xy(ax.get_lines()[0])
+    assert len(xs) == 9
+    assert xs[4] == c
+    assert ys == pytest.approx([(2 + x * float(v)) ** 4 + 2 + x * float(v) for x in xs])
+    assert ys[4] == pytest.approx(report.search_loss_after, rel=1e-12)
+    assert (ax.get_xlabel(), ax.get_ylabel()) == ("along Krylov vector 1", "loss")
+    assert xy(line_of(ax, f"end: loss {ys[4]:.4g}")) == ([c], [ys[4]])
+
+
+def test_a_step_that_found_nothing_is_drawn_around_where_it_stayed() -> None:
+    w = nn.Parameter(torch.tensor([1.0, 2.0]))
+    closure = lambda: (1e10 + w.square().sum(), w)  # noqa: E731 — all else is lost in rounding
+    optimizer = KSD([w], curvature="hessian", preconditioner=None, previous="e1")
+    report = optimizer.step(closure)
+    assert report.coefficients == (0.0, 0.0)
+    ax = plot.plane(optimizer, closure, report=report, points=3)
+    assert "holds" not in ax.get_title()
+    low, high = ax.get_xlim()
+    assert -low == pytest.approx(high)
+    assert high == pytest.approx(1.5 * report.grad_norm / max(report.ritz_values))
+    assert "the loss is the same everywhere" in texts(ax)
+    drawn(ax)
+
+
+def test_a_closure_that_differentiates_inside_can_be_looked_at() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(1, 6), nn.Tanh(), nn.Linear(6, 1)).double()
+    x = torch.linspace(0, 1, 10, dtype=torch.float64)[:, None].requires_grad_()
+
+    def closure() -> tuple[Tensor, Tensor]:
+        u = model(x)
+        (du,) = torch.autograd.grad(u.sum(), x, create_graph=True)
+        r = du - torch.cos(3 * x)
+        return r.square().mean(), r
+
+    optimizer = KSD(model.parameters(), krylov_dim=4)
+    report = optimizer.step(closure)
+    with torch.no_grad():
+        ax = plot.plane(optimizer, closure, report=report, points=3)
+    assert line_of(ax, f"end: loss {report.search_loss_after:.4g}")
+
+
+def test_what_cannot_be_drawn_is_refused() -> None:
+    optimizer, closure, _ = regression()
+    with pytest.raises(ValueError, match="no step was taken"):
+        plot.plane(optimizer, closure, report=record(0))
+    first = optimizer.step(closure)
+    second = optimizer.step(closure)
+    with pytest.raises(ValueError, match=r"The report has 5 coefficients, and the basis .* 6 vectors: it is not that"):
+        plot.plane(optimizer, closure, report=first)
+    for points in (1, 4):
+        with pytest.raises(ValueError, match=f"points={points}: must be an odd number"):
+            plot.plane(optimizer, closure, report=second, points=points)
+    with pytest.raises(ValueError, match="reach=0: must be a number > 0"):
+        plot.plane(optimizer, closure, report=second, reach=0)
+
+
+def test_a_point_that_is_not_the_end_of_the_step_is_told() -> None:
+    optimizer, closure, _ = regression()
+    report = optimizer.step(closure)
+    with torch.no_grad():
+        optimizer.trained()[0].add_(1.0)
+    with pytest.warns(UserWarning, match=r"the report says that its step ended at .* parameters were moved") as told:
+        plot.plane(optimizer, closure, report=report, points=3)
+    assert told[0].filename == __file__
+
+
+def levels_of(ax: Axes) -> tuple[Sequence[float], bool]:
+    filled, _ = (artist for artist in ax.collections if isinstance(artist, QuadContourSet))
+    return list(filled.levels), isinstance(filled.norm, LogNorm)
+
+
+def test_levels_are_logarithmic_where_the_loss_spans_a_decade() -> None:
+    optimizer, closure, _ = regression()
+    report = [optimizer.step(closure) for _ in range(5)][-1]
+    levels, logarithmic = levels_of(plot.plane(optimizer, closure, report=report, points=5))
+    assert logarithmic
+    ratios = [b / a for a, b in itertools.pairwise(levels)]
+    assert ratios == pytest.approx([ratios[0]] * len(ratios))
+    near, logarithmic = levels_of(plot.plane(optimizer, closure, report=report, points=5, reach=0.01))
+    assert not logarithmic
+    assert near[0] == pytest.approx(report.search_loss_after, rel=1e-2)

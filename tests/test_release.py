@@ -1,0 +1,79 @@
+"""What is released: one version everywhere, files that belong, an import that costs little more than torch's."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tarfile
+import zipfile
+from importlib.metadata import entry_points, metadata, requires
+from pathlib import Path
+
+import pytest
+
+import krylov_descent
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_one_version_everywhere() -> None:
+    version = krylov_descent.__version__
+    assert re.fullmatch(r"\d+\.\d+\.\d+(rc\d+)?", version)
+    assert metadata("krylov-descent")["Version"] == version
+    assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
+    assert f"\n## {version} " in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_torch_is_all_it_needs() -> None:
+    needed = [line for line in requires("krylov-descent") or [] if "extra ==" not in line]
+    assert [re.split(r"[<>=!~ ]", line)[0] for line in needed] == ["torch"]
+
+
+def test_the_console_script_leads_to_the_command_line() -> None:
+    (script,) = (e for e in entry_points(group="console_scripts") if e.name == "krylov-descent")
+    assert script.value == "krylov_descent.cli:main"
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("dist")
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(ROOT)]
+    subprocess.run(command, check=True, capture_output=True)
+    return folder
+
+
+def test_the_wheel_holds_the_package_and_nothing_else(built: Path) -> None:
+    (wheel,) = built.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+    packaged = {name for name in names if name.startswith("krylov_descent/")}
+    source = ROOT / "src" / "krylov_descent"
+    expected = {f"krylov_descent/{path.relative_to(source).as_posix()}" for path in source.rglob("*.py")}
+    assert packaged == expected | {"krylov_descent/py.typed"}
+    info = f"krylov_descent-{krylov_descent.__version__}.dist-info/"
+    assert {name for name in names if not name.startswith("krylov_descent/")} == {
+        info + name for name in ("METADATA", "RECORD", "WHEEL", "entry_points.txt", "licenses/LICENSE")
+    }
+
+
+def test_the_source_distribution_holds_what_its_tests_need_and_no_data(built: Path) -> None:
+    (sdist,) = built.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        names = {member.name.partition("/")[2] for member in archive if member.isfile()}
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    if tracked.returncode == 0:
+        assert names - {"PKG-INFO"} <= set(tracked.stdout.split()) | {"src/krylov_descent/_version.py"}
+    assert {"README.md", "LICENSE", "CITATION.cff", "CHANGELOG.md", "pyproject.toml", "tests/test_ksd.py"} <= names
+    assert not [name for name in names if name.endswith((".npz", ".pt", ".png", ".gz"))]
+
+
+def test_the_import_costs_little_more_than_that_of_torch() -> None:
+    """The best of five, as other work on the machine only adds."""
+    code = "import time; t = time.perf_counter(); import torch; u = time.perf_counter(); import krylov_descent; "
+    code += "v = time.perf_counter(); print((v - u) / (u - t))"
+    ratios = [
+        float(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout)
+        for _ in range(5)
+    ]
+    assert min(ratios) <= 0.10, ratios
