@@ -12,6 +12,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from krylov_descent import KSD
 from krylov_descent.curvature import CURVATURES, CurvatureProduct
 from krylov_descent.data import Microbatch
 from krylov_descent.distributed import SingleProcess
@@ -331,3 +332,33 @@ def test_checkpointed_convolutions() -> None:
     v = torch.randn(vector.numel, dtype=torch.float64)
     product = CurvatureProduct(CURVATURES["ggn"], Objective(closure, vector, SingleProcess()), [Microbatch((x,), 4)])
     assert relative(product(v), dense_of("ggn", plain, (x,), list(block.parameters())) @ v) < 1e-9
+
+
+class _Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        out: Tensor = 2 * x * g
+        return out
+
+
+@pytest.mark.parametrize("curvature", ["ggn", "hessian", "fisher"])
+def test_a_function_that_differentiates_once_is_refused_and_not_taken_for_zero(curvature: Any) -> None:
+    """Autograd cuts its graph there: a product would lack this path without a word."""
+    torch.manual_seed(0)
+    model, x = nn.Linear(3, 1), torch.randn(5, 3)
+
+    def closure() -> tuple[Tensor, Tensor]:
+        z = _Square.apply(model(x)) + model(x)  # type: ignore[no-untyped-call]
+        return z.square().mean(), z
+
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(ValueError, match=r"once.differentia"):
+        KSD(model.parameters(), curvature=curvature).step(closure)
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))

@@ -1,5 +1,9 @@
 """Krylov Subspace Descent (Vinyals & Povey 2011) for PyTorch: second order, no learning rate, no damping."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 from krylov_descent.budget import Storage
 from krylov_descent.data import Subsets
 from krylov_descent.optimizer import KSD, PAPER
@@ -9,13 +13,18 @@ from krylov_descent.report import Settlement, StepReport, StopReason
 from krylov_descent.run import Best, EndReason, Run
 from krylov_descent.search import Search
 
+if TYPE_CHECKING:
+    from krylov_descent.checking import CheckReport, Finding, check
+
 __version__ = "0.1.0"
 
 __all__ = [
     "KSD",
     "PAPER",
     "Best",
+    "CheckReport",
     "EndReason",
+    "Finding",
     "Fisher",
     "Progress",
     "Run",
@@ -25,4 +34,14 @@ __all__ = [
     "StopReason",
     "Storage",
     "Subsets",
+    "check",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # The checks are imported at their first use: a training run does without.
+    if name in ("CheckReport", "Finding", "check"):
+        from krylov_descent import checking
+
+        return getattr(checking, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

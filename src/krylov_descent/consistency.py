@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +23,28 @@ from krylov_descent.objective import FORWARD, PROBE, Objective
 from krylov_descent.sets import StepSets
 from krylov_descent.sums import WeightedSum
 
+Name = Callable[[nn.Module, str], str]
+"""A module and a suffix (".running_mean", or none) → what a message calls it."""
 
-class _Seen:
+
+def kind(module: nn.Module, suffix: str = "") -> str:
+    """A module by its class: KSD is given parameters, and knows no paths."""
+    return f"{type(module).__name__}{suffix}"
+
+
+@dataclass(frozen=True)
+class Inconsistency:
+    """Something that makes losses of a step incomparable."""
+
+    what: Literal["wrapper", "buffers", "random", "mean"]
+    detail: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.detail} {self.remedy}"
+
+
+class Seen:
     """The modules that ran, and their buffers as they were before."""
 
     def __init__(self) -> None:
@@ -30,26 +52,31 @@ class _Seen:
         self.buffers: list[tuple[nn.Module, str, Tensor, Tensor]] = []
 
     def note(self, module: nn.Module, args: object) -> None:
+        """A module is about to run."""
         if id(module) not in self.modules:
             self.modules[id(module)] = module
             for name, buffer in module._buffers.items():
                 if buffer is not None:
                     self.buffers.append((module, name, buffer, buffer.detach().clone()))
 
-    def moved(self) -> list[str]:
+    def moved(self, name: Name = kind) -> list[str]:
         """Which buffers changed; all are put back."""
         names = []
-        for module, name, buffer, before in self.buffers:
-            if module._buffers.get(name) is not buffer or not _same(buffer, before):
-                names.append(f"{type(module).__name__}.{name}")
+        for module, key, buffer, before in self.buffers:
+            if module._buffers.get(key) is not buffer or not _same(buffer, before):
+                names.append(name(module, f".{key}"))
                 with torch.no_grad():
                     buffer.copy_(before)
-                module._buffers[name] = buffer
-        return names
+                module._buffers[key] = buffer
+        return sorted(set(names))
 
-    def training(self, *kinds: type[nn.Module]) -> list[str]:
+    def training(self, kinds: tuple[type[nn.Module], ...], name: Name = kind) -> list[str]:
         """Names of the modules of these kinds that ran in train mode."""
-        return sorted({type(m).__name__ for m in self.modules.values() if isinstance(m, kinds) and m.training})
+        return sorted({name(m, "") for m in self.modules.values() if isinstance(m, kinds) and m.training})
+
+    def dropping(self, name: Name = kind) -> list[str]:
+        """Names of the modules that ran in train mode and have dropout."""
+        return self.training((*_DROPOUT, nn.RNNBase, nn.MultiheadAttention), name)
 
 
 def _same(x: Tensor, y: Tensor) -> bool:
@@ -81,39 +108,69 @@ def _check(objective: Objective, draw: StepSets, curvature_of_outputs: bool) -> 
     batch = next(iter(draw.a), None) if probe is None else probe[0]
     if batch is None:
         return  # a rank without samples
-    with _watching() as seen:
+    with watching() as seen:
         first = objective.evaluate(batch)
         objective.sample_gradients += FORWARD * first.samples
-        whole = first.loss.item()
         again = _value(objective, batch)[0]
         if curvature_of_outputs and first.weight > 0:
             _warn_of_bypass(objective, first)
-    if any(isinstance(module, nn.parallel.DistributedDataParallel) for module in seen.modules.values()):
-        raise ValueError(
+    for found in inconsistencies(objective, first, again, seen, None if probe is None else probe[1:]):
+        raise ValueError(str(found))
+
+
+def inconsistencies(
+    objective: Objective,
+    first: Evaluation,
+    again: float,
+    seen: Seen,
+    halves: tuple[Microbatch, ...] | None,
+    name: Name = kind,
+) -> Iterator[Inconsistency]:
+    """What is wrong with a closure, the gravest first; halves are evaluated only if they are asked for.
+
+    Args:
+        objective: with the closure.
+        first: an evaluation of a small batch.
+        again: the loss of the same batch at a second call.
+        seen: the modules that ran in both; buffers that they moved are put back.
+        halves: of that batch; None where there are none.
+        name: what to call modules.
+    """
+    wrapped = [m for m in seen.modules.values() if isinstance(m, nn.parallel.DistributedDataParallel)]
+    if wrapped:
+        yield Inconsistency(
+            "wrapper",
             "The closure calls a model in DistributedDataParallel, which averages gradients by itself and cannot "
-            "be differentiated twice. Call the bare model (model.module) and give the ranks to KSD(process_group=...)."
+            "be differentiated twice.",
+            "Call the bare model (model.module) and give the ranks to KSD(process_group=...).",
         )
-    moved = seen.moved()
+    moved = seen.moved(name)
     eps = torch.finfo(first.loss.dtype).eps
     if moved:
-        raise ValueError(
-            f"The closure changes buffers of the model at every call ({', '.join(sorted(set(moved)))}), so that no two "
-            "evaluations of a step are of the same function. Call model.eval() before training with KSD "
-            "(BatchNorm then uses its running statistics), or use GroupNorm or LayerNorm."
+        yield Inconsistency(
+            "buffers",
+            f"The closure changes buffers of the model at every call ({', '.join(moved)}), so that no two "
+            "evaluations of a step are of the same function.",
+            "Call model.eval() before training with KSD "
+            "(BatchNorm then uses its running statistics), or use GroupNorm or LayerNorm.",
         )
+    whole = first.loss.item()
     if first.weight == 0 or not math.isfinite(whole):
         return  # nothing to compare; the pass over A reports what is not finite
     # The same sums in the same order: what may differ is the order of atomic additions on a GPU.
     if abs(whole - again) > 64 * eps * abs(whole):
-        dropout = seen.training(*_DROPOUT, nn.RNNBase, nn.MultiheadAttention)
+        dropout = seen.dropping(name)
         cause = f" Dropout is active in {', '.join(dropout)}: call model.eval(), or set p = 0." if dropout else ""
-        raise ValueError(
-            f"The closure is random: the same batch gave the loss {whole!r} and then {again!r}.{cause} KSD compares "
-            "losses within a step, so the closure must be deterministic; draw noise once, outside the closure."
+        yield Inconsistency(
+            "random",
+            f"The closure is random: the same batch gave the loss {whole!r} and then {again!r}.{cause}",
+            "KSD compares losses within a step, so the closure must be deterministic; draw noise once, outside the "
+            "closure.",
         )
-    if probe is None:
+        return  # halves would tell the same
+    if halves is None:
         return
-    parts = [_value(objective, half) for half in probe[1:]]
+    parts = [_value(objective, half) for half in halves]
     weight = sum(w for _, w in parts)
     mean = sum(w * f for f, w in parts if w > 0) / weight if weight > 0 else math.nan
     # Other sums, so with other rounding; what is looked for is far larger.
@@ -122,7 +179,7 @@ def _check(objective: Objective, draw: StepSets, curvature_of_outputs: bool) -> 
         return
     likely = "samples influence each other's loss (batch statistics, a contrastive loss, in-batch negatives)"
     remedy = "write the loss as a mean of terms of one sample each"
-    norms = seen.training(nn.modules.batchnorm._NormBase)
+    norms = seen.training((nn.modules.batchnorm._NormBase,), name)
     if norms:
         likely, remedy = f"{', '.join(norms)} is in train mode", "call model.eval() before training with KSD"
     elif abs(whole - sum(f for f, _ in parts)) <= tolerance:
@@ -132,21 +189,29 @@ def _check(objective: Objective, draw: StepSets, curvature_of_outputs: bool) -> 
             "; if it masks or weights terms, return the weight of its mean as a third value: "
             "loss, outputs, mask.sum(), or class_weights[y].sum()"
         )
-    raise ValueError(
+    yield Inconsistency(
+        "mean",
         f"The loss of a batch is not the weighted mean of its halves' losses: {whole!r} against {mean!r}. "
-        f"Most likely {likely}. Remedy: {remedy}."
+        f"Most likely {likely}.",
+        f"Remedy: {remedy}.",
     )
 
 
 def _warn_of_bypass(objective: Objective, evaluation: Evaluation) -> None:
-    """Compare ∂loss/∂θ with Jᵀ ∂loss/∂z, the part that the outputs z carry."""
+    part = bypass(objective, evaluation)
+    if part > 0:
+        warnings.warn(bypass_text(part), stacklevel=7)
+
+
+def bypass(objective: Objective, evaluation: Evaluation) -> float:
+    """The part of ∂loss/∂θ, by norm, that is not in Jᵀ ∂loss/∂z, which the outputs z carry; 0 if it is rounding."""
     loss, outputs, params = evaluation.loss, evaluation.outputs, objective.parameters.params
     require_outputs(evaluation, "This curvature ('ggn' or 'fisher')")
     both = torch.autograd.grad(loss, (*params, *outputs), retain_graph=True, allow_unused=True)
     require_dense(both[: len(params)])
     carried = [(z, d) for z, d in zip(outputs, both[len(params) :], strict=True) if d is not None]
     if not carried:
-        return  # refused where the product is built
+        return 0.0  # refused where the product is built
     through = torch.autograd.grad(
         [z for z, _ in carried], params, [d for _, d in carried], retain_graph=True, allow_unused=True
     )
@@ -155,14 +220,17 @@ def _warn_of_bypass(objective: Objective, evaluation: Evaluation) -> None:
     for total in (g, rest):
         total.add(both[: len(params)], 1.0)
     rest.add(through, -1.0)
-    bypass, whole = (math.sqrt(float(objective.comm.dot(x, x))) for x in (rest.times(1.0), g.times(1.0)))
-    if whole > 0 and bypass > torch.finfo(loss.dtype).eps ** 0.5 * whole:
-        warnings.warn(
-            f"{bypass / whole:.0%} of the gradient (by norm) does not pass through the outputs that the closure "
-            "returned, so that part of the loss has no curvature in the subspace. If a term of the loss was forgotten, "
-            "return its outputs too; for L2 regularisation use KSD(weight_decay=...); or use curvature='hessian'.",
-            stacklevel=7,
-        )
+    left, whole = (math.sqrt(float(objective.comm.dot(x, x))) for x in (rest.times(1.0), g.times(1.0)))
+    return left / whole if whole > 0 and left > torch.finfo(loss.dtype).eps ** 0.5 * whole else 0.0
+
+
+def bypass_text(part: float) -> str:
+    """What to say of it."""
+    return (
+        f"{part:.0%} of the gradient (by norm) does not pass through the outputs that the closure "
+        "returned, so that part of the loss has no curvature in the subspace. If a term of the loss was forgotten, "
+        "return its outputs too; for L2 regularisation use KSD(weight_decay=...); or use curvature='hessian'."
+    )
 
 
 def _value(objective: Objective, batch: Microbatch) -> tuple[float, float]:
@@ -171,8 +239,9 @@ def _value(objective: Objective, batch: Microbatch) -> tuple[float, float]:
 
 
 @contextmanager
-def _watching() -> Iterator[_Seen]:
-    seen = _Seen()
+def watching() -> Iterator[Seen]:
+    """Note the modules that run inside."""
+    seen = Seen()
     handle = register_module_forward_pre_hook(seen.note)
     try:
         yield seen

@@ -84,6 +84,15 @@ class Best:
         value: the loss on A there, or what ``monitor`` returned.
         steps: how many steps of the run led to it.
         parameters: copies, in the optimizer's order.
+
+    Example:
+        >>> import torch
+        >>> from krylov_descent import KSD
+        >>> w = torch.nn.Parameter(torch.tensor([3.0, -2.0]))
+        >>> run = KSD([w]).run(lambda: (w.square().mean(), w), max_steps=1)
+        >>> for report in run: pass
+        >>> run.best.steps
+        1
     """
 
     value: float
@@ -99,6 +108,15 @@ class Run:
         steps: taken so far.
         loss: the last known loss on A; after the end, of the point where the run ended.
         best: the best point so far, or None.
+
+    Example:
+        >>> import torch
+        >>> from krylov_descent import KSD
+        >>> w = torch.nn.Parameter(torch.tensor([3.0, -2.0]))
+        >>> run = KSD([w]).run(lambda: (w.square().mean(), w), max_steps=3, gtol=1e-3)
+        >>> for report in run: pass
+        >>> run.reason
+        <EndReason.GRADIENT: 'gradient'>
     """
 
     def __init__(

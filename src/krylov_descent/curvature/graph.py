@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
 from torch import Tensor
+from torch.autograd.graph import Node, get_gradient_edge
 
 from krylov_descent.closure import Evaluation
+
+# In place of what a torch.autograd.Function marked once_differentiable has computed, its graph has one of these, with
+# nothing behind it: a product would silently lack what passes there.
+_ENDS = ("torch::autograd::DelayedError", "torch::autograd::Error")
 
 
 class MicrobatchGraph(ABC):
@@ -39,3 +44,29 @@ class MicrobatchGraph(ABC):
     def norm(total_weight: float, samples: float) -> float:
         """The factor of the whole sum."""
         return 1 / total_weight
+
+
+def nodes_behind(tensors: Sequence[Tensor | None]) -> Iterator[Node]:
+    """Every operation that led to the tensors, once."""
+    stack = [get_gradient_edge(x).node for x in tensors if x is not None and x.requires_grad]
+    seen = set(stack)
+    while stack:
+        node = stack.pop()
+        yield node
+        for parent, _ in node.next_functions:
+            if parent is not None and parent not in seen:
+                seen.add(parent)
+                stack.append(parent)
+
+
+def refuse_cut(derivatives: Sequence[Tensor | None]) -> None:
+    """Refuse derivatives whose graph ends before it comes to what they depend on.
+
+    Raises:
+        RuntimeError: as autograd would, if it came to the end.
+    """
+    if any(node.name() in _ENDS for node in nodes_behind(derivatives)):
+        raise RuntimeError(
+            "the backward pass of a torch.autograd.Function is marked once_differentiable, so that it cannot be "
+            "differentiated twice: write it with operations that autograd knows."
+        )

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from krylov_descent.closure import Evaluation
-from krylov_descent.curvature.graph import MicrobatchGraph
+from krylov_descent.curvature.graph import MicrobatchGraph, nodes_behind, refuse_cut
 
 # PyTorch differentiates the fused weight norm twice without an error and with a wrong result
 # (relative error 0.5-0.9 in the direction parameter, against finite differences).
@@ -27,6 +27,7 @@ class HessianGraph(MicrobatchGraph):
         _refuse_weight_norm(evaluation.loss)
         self._params = tuple(params)
         g = torch.autograd.grad(evaluation.loss, self._params, create_graph=True, allow_unused=True)
+        refuse_cut(g)
         # Edges of the graph in place of the tensors, which are P numbers for every micro-batch.
         self._g = [(i, get_gradient_edge(x)) for i, x in enumerate(g) if x is not None and x.requires_grad]
 
@@ -44,17 +45,9 @@ class HessianGraph(MicrobatchGraph):
 
 
 def _refuse_weight_norm(loss: Tensor) -> None:
-    stack = [get_gradient_edge(loss).node]
-    seen = set(stack)
-    while stack:
-        node = stack.pop()
-        if node.name() == _WRONG_TWICE:
-            raise ValueError(
-                "The model uses weight_norm, whose second derivative is silently wrong in PyTorch, so that Hessian "
-                "products would be too. Use curvature='ggn', which is right there, or write the normalisation "
-                "with plain operations (g * v / v.norm(dim=1, keepdim=True))."
-            )
-        for parent, _ in node.next_functions:
-            if parent is not None and parent not in seen:
-                seen.add(parent)
-                stack.append(parent)
+    if any(node.name() == _WRONG_TWICE for node in nodes_behind([loss])):
+        raise ValueError(
+            "The model uses weight_norm, whose second derivative is silently wrong in PyTorch, so that Hessian "
+            "products would be too. Use curvature='ggn', which is right there, or write the normalisation "
+            "with plain operations (g * v / v.norm(dim=1, keepdim=True))."
+        )

@@ -1,0 +1,138 @@
+"""``check``: what to run before a training run. It finds what would be wrong, slow or too large, and takes no step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from krylov_descent.base import whole
+from krylov_descent.checking import call, memory, parameters, rules, samples, timing, twice
+from krylov_descent.checking.advice import line
+from krylov_descent.checking.as_found import Buffers, as_found
+from krylov_descent.checking.finding import CheckReport, Finding, split_remedy
+from krylov_descent.checking.naming import Names, first_line
+from krylov_descent.checking.problem import Curvature, Problem
+from krylov_descent.closure import no_inference_mode
+from krylov_descent.curvature import CURVATURES
+
+
+def check(
+    closure: Callable[..., Any],
+    model: nn.Module | Iterable[Any],
+    sets: Any = None,
+    *,
+    krylov_dim: int = 20,
+    curvature: Curvature = "ggn",
+    available_memory: int | None = None,
+) -> CheckReport:
+    """Look for everything that would make training with KSD fail, go wrong silently, or take long.
+
+    What is wrong with the closure, the model or the data becomes a finding, never an error. Parameters, ``.grad``,
+    buffers and random number generators are afterwards as they were. It takes about as long as
+    a step does; with sets, less.
+
+    Args:
+        closure: as for ``KSD.step``.
+        model: what the closure calls; or its parameters, which then have positions for names.
+        sets: as for ``KSD.step``.
+        krylov_dim: as for ``KSD``.
+        curvature: as for ``KSD``.
+        available_memory: bytes that a step may take; what the system says is free, unless given.
+
+    Returns:
+        The findings and the line to paste; ``str(report)`` is a table.
+
+    Raises:
+        ValueError: ``krylov_dim`` or ``curvature`` is none that KSD takes.
+
+    Example:
+        >>> import torch
+        >>> from krylov_descent import check
+        >>> model = torch.nn.Sequential(torch.nn.Linear(1, 8), torch.nn.Dropout(0.1), torch.nn.Linear(8, 1))
+        >>> x = torch.linspace(-1, 1, 32)[:, None]
+        >>> def closure():
+        ...     r = model(x) - torch.sin(3 * x)
+        ...     return r.square().mean(), r
+        >>> report = check(closure, model)
+        >>> [finding.name for finding in report.findings if finding.status == "fail"]
+        ['deterministic']
+        >>> check(closure, model.eval()).ok
+        True
+    """
+    no_inference_mode()
+    krylov_dim = whole("krylov_dim", krylov_dim)
+    if krylov_dim < 1:
+        raise ValueError(f"krylov_dim={krylov_dim}: must be a whole number ≥ 1; the paper's is 20.")
+    if curvature not in CURVATURES:
+        raise ValueError(f"curvature={curvature!r}: must be one of {sorted(CURVATURES)}.")
+    if not isinstance(model, nn.Module):
+        model = list(model)
+    names = Names(model)
+    findings = list(parameters.unready(names))
+    if findings:
+        return CheckReport(tuple(findings), line(names, krylov_dim, curvature, None))
+    with as_found(names.model, names.parameters) as buffers, torch.enable_grad():
+        problem = _problem(closure, names, sets, krylov_dim, curvature, buffers, findings)
+        if problem is not None:
+            with problem.full_precision():
+                findings += _findings(problem, available_memory)
+    return CheckReport(tuple(findings), line(names, krylov_dim, curvature, problem))
+
+
+def _problem(
+    closure: Callable[..., Any],
+    names: Names,
+    sets: Any,
+    krylov_dim: int,
+    curvature: Curvature,
+    buffers: Buffers,
+    findings: list[Finding],
+) -> Problem | None:
+    """The problem, or a finding of why there is none."""
+    try:
+        return Problem(closure, names, sets, krylov_dim, curvature, buffers)
+    except (ValueError, TypeError) as error:
+        about = "closure" if str(error).startswith(("step(", "sets ")) else "parameters"
+        findings.append(Finding(about, "fail", *split_remedy(str(error))))
+    return None
+
+
+def _findings(problem: Problem, available_memory: int | None) -> Iterator[Finding]:
+    """All checks, in order; those that a failure makes meaningless are left out."""
+    if (yield from _without_raising("data", call.load(problem))):
+        return
+    if (yield from _without_raising("closure", call.call(problem))):
+        return
+    unusable = yield from _without_raising("outputs", call.outputs(problem))
+    if (yield from _without_raising("parameters", parameters.trained(problem))):
+        yield from _without_raising("twice", twice.named(problem))
+        return
+    yield from _without_raising("precision", parameters.precision(problem))
+    yield from _without_raising("consistency", samples.consistency(problem))
+    if unusable or problem.wrapped:
+        problem.working = None
+        return
+    yield from _without_raising("outputs", samples.carried(problem))
+    yield from _without_raising("twice", twice.twice(problem))
+    yield from _without_raising("fisher", rules.fisher(problem))
+    yield from _without_raising("memory", memory.memory(problem, available_memory))
+    yield from _without_raising("time", timing.timing(problem))
+
+
+def _without_raising(name: str, findings: Iterator[Finding]) -> Generator[Finding, None, bool]:
+    """Pass findings on; an error that no check expected is one more of them. Returns whether any failed."""
+    failed = False
+    try:
+        for finding in findings:
+            failed |= finding.status == "fail"
+            yield finding
+    except Exception as error:
+        failed = True
+        yield Finding(name, "fail", f"This check met {first_line(error)}", "A step would most likely meet it too.")
+    return failed
+
+
+__all__ = ["CheckReport", "Finding", "check"]

@@ -1,0 +1,72 @@
+"""What a step holds: the basis V and the graphs of B."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from krylov_descent.budget import Need, Storage
+from krylov_descent.checking.finding import Finding, bytes_in_words
+from krylov_descent.checking.problem import Problem
+from krylov_descent.curvature import CURVATURES, CurvatureProduct
+
+_ANYTHING = 1 << 62  # a budget that keeps everything and still measures
+_SHARE = 0.8  # of the memory at hand that may be taken
+
+
+def memory(problem: Problem, available: int | None) -> Iterator[Finding]:
+    """The basis for some K, the graphs of B, and what to do where they do not fit."""
+    if problem.working is None:
+        return
+    need = {K: _need(problem, K) for K in sorted({10, 20, 50, problem.krylov_dim})}
+    batch, parts = problem.first_microbatch("B")
+    kind = CURVATURES[problem.working]
+    graphs = CurvatureProduct(kind, problem.objective, [batch], memory_budget=_ANYTHING).kept_bytes * parts
+    at_hand = _available(problem.parameters.device) if available is None else available
+    bases = ", ".join(f"{bytes_in_words(x.basis)} for K = {K}" for K, x in need.items())
+    detail = f"basis {bases}; graphs of B {bytes_in_words(graphs)}"
+    basis = need[problem.krylov_dim].basis
+    if at_hand is None or basis + graphs <= _SHARE * at_hand:
+        yield Finding("memory", "ok", detail)
+        return
+    detail += f"; at hand {bytes_in_words(at_hand)}"
+    budget = int(_SHARE * at_hand)
+    if basis <= budget:
+        problem.line["memory_budget"] = str(budget)
+        remedy = (
+            f"KSD(memory_budget={budget}): graphs that do not fit are rebuilt for every product, which makes one 1.7 "
+            "times as long. Or a smaller Subsets(fraction=...)."
+        )
+        yield Finding("memory", "warn", f"{detail}: the graphs do not fit", remedy)
+        return
+    halved = Storage(dtype=torch.bfloat16)
+    if _need(problem, problem.krylov_dim, halved).basis <= budget:
+        problem.line["storage"] = "Storage(dtype=torch.bfloat16)"
+        problem.line["memory_budget"] = str(budget)
+        remedy = f"KSD(storage=Storage(dtype=torch.bfloat16), memory_budget={budget}) keeps the basis in bfloat16."
+        yield Finding("memory", "warn", f"{detail}: the basis does not fit", remedy)
+        return
+    fitting = budget // max(1, basis // (problem.krylov_dim + 1)) - 1
+    remedy = f"KSD(krylov_dim={fitting}), or" if fitting >= 1 else "Train fewer parameters, or use"
+    yield Finding("memory", "fail", f"{detail}: the basis does not fit", f"{remedy} several ranks, which share it.")
+
+
+def _need(problem: Problem, K: int, storage: Storage = Storage()) -> Need:  # noqa: B008 — frozen
+    parameters = problem.parameters
+    vectors = min(K, parameters.count) + 1
+    return Need(_ANYTHING, vectors, parameters.numel, parameters.dtype, parameters.device, storage)
+
+
+def _available(device: torch.device) -> int | None:
+    """Bytes at hand, as far as the system tells."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    if device.type == "cpu":
+        try:
+            lines = Path("/proc/meminfo").read_text().splitlines()
+            return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+        except (OSError, StopIteration):
+            pass
+    return None

@@ -1,0 +1,141 @@
+"""The problem that is checked: closure, parameters, sets, and what earlier checks learned for later ones."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sized
+from contextlib import AbstractContextManager
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from krylov_descent.checking.as_found import Buffers
+from krylov_descent.checking.naming import Names
+from krylov_descent.closure import Evaluation
+from krylov_descent.curvature import CURVATURES, CurvatureProduct
+from krylov_descent.data import Microbatch, Subsets
+from krylov_descent.optimizer import KSD
+from krylov_descent.sample_set import Stream
+from krylov_descent.sets import FullBatch, StepSets
+
+_FEW = 8  # samples
+
+Curvature = Literal["ggn", "hessian", "fisher"]
+
+
+class Problem:
+    """What every check looks at.
+
+    Attributes:
+        names: of modules and parameters.
+        optimizer: made for the check; it takes no step.
+        parameters: as one vector.
+        natural: the objective of the closure as it is.
+        objective: of a closure that draws the same random numbers and finds the same buffers at every call, so that
+            later checks tell something even where those for dropout or BatchNorm failed.
+        krylov_dim, curvature, sets: as given.
+        draw: the sets of the first step.
+        batch: the small batch that most checks look at; all there is, without sets.
+        few: some samples of it, for what is dear or disturbed by many; all there is, without sets.
+        evaluation: of that batch.
+        wrapped: whether the closure calls a model in a wrapper that no product goes through.
+        deterministic: whether the closure gave the same loss twice.
+        unused: the parameters, by index, that the loss does not depend on.
+        bypass: the part of the gradient that does not pass through the outputs.
+        working: the curvature to use: the one asked for, or one that was found to work where that does not.
+        line: arguments of ``KSD`` that differ from the defaults.
+    """
+
+    batch: Microbatch
+    few: Microbatch
+    draw: StepSets
+    evaluation: Evaluation
+
+    def __init__(
+        self,
+        closure: Callable[..., Any],
+        names: Names,
+        sets: Any,
+        krylov_dim: int,
+        curvature: Curvature,
+        buffers: Buffers,
+    ) -> None:
+        self.names, self.sets, self.krylov_dim, self.curvature = names, sets, krylov_dim, curvature
+        self.optimizer = KSD(names.parameters, krylov_dim=krylov_dim, curvature=curvature)
+        self.parameters = self.optimizer._parameters()
+        self.natural = self.optimizer._objective(closure, sets, self.parameters)
+        # Checked above: it is callable, with or without a batch as sets want it.
+        self.objective = self.optimizer._objective(_repeatable(closure, buffers), sets, self.parameters)
+        self.wrapped = False
+        self.deterministic = True
+        self.unused: set[int] = set()
+        self.bypass = 0.0
+        self.working: Curvature | None = curvature
+        self.line: dict[str, str] = {}
+
+    def load(self) -> None:
+        """Draw the sets of the first step, and load a small batch."""
+        self.draw = (FullBatch() if self.sets is None else self.sets).draw(0, krylov_dim=self.krylov_dim)
+        probe = self.draw.probe
+        self.batch = next(iter(self.draw.a)) if probe is None else probe[0]
+        self.few = self.batch
+        if isinstance(self.sets, Subsets):
+            shares = -(-self.draw.sizes["A"] // _FEW)
+            small = self.sets.draw(0, krylov_dim=self.krylov_dim, shares=range(1), of_shares=shares)
+            self.few = next(iter(small.a))
+
+    def evaluate_few(self) -> Evaluation:
+        """An evaluation of ``few``; from now on of the whole small batch, if all terms of those are masked."""
+        evaluation = self.objective.evaluate(self.few)
+        if evaluation.weight == 0:
+            self.few = self.batch
+            evaluation = self.objective.evaluate(self.few)
+        return evaluation
+
+    @property
+    def samples(self) -> dict[str, int]:
+        """Samples in A, B and C; without sets, all that the closure evaluates."""
+        return dict(self.draw.sizes) or dict.fromkeys("ABC", self.evaluation.samples)
+
+    def first_microbatch(self, of: Literal["A", "B", "C"]) -> tuple[Microbatch, int]:
+        """A micro-batch of a set, as large as those of a step, and how many of them the set has."""
+        a = self.draw.a
+        if not isinstance(self.sets, Subsets) or not isinstance(a, Stream):
+            batches = {"A": self.draw.a, "B": self.draw.b, "C": self.draw.c}[of]
+            return next(iter(batches)), len(batches) if isinstance(batches, Sized) else 1
+        number = -(-self.samples[of] // a.sample_set.batch_size)
+        # The set in as many shares as it has micro-batches: only the first is loaded.
+        share = self.sets.draw(0, krylov_dim=self.krylov_dim, shares=range(1), of_shares=number)
+        batches = {"A": share.a, "B": share.b, "C": share.c}[of]
+        return next(iter(batches)), number
+
+    def direction(self) -> Tensor:
+        """A random vector [P] that changes every parameter by about as much as it is large."""
+        generator = torch.Generator("cpu").manual_seed(0)
+        parts = []
+        for p in self.parameters.params:
+            x = torch.randn(p.shape, generator=generator, dtype=torch.float64, device="cpu")
+            size = float(p.detach().double().square().mean().sqrt()) if p.numel() else 0.0
+            parts.append((x * (size or 1.0)).to(self.parameters.device))
+        return self.parameters.flatten(parts)
+
+    def product(self, curvature: Curvature, v: Tensor) -> Tensor:
+        """v [P] → Hv [P] on few samples, as a step takes it."""
+        return CurvatureProduct(CURVATURES[curvature], self.objective, [self.few])(v)
+
+    def full_precision(self) -> AbstractContextManager[Any]:
+        """As a step runs."""
+        return self.optimizer._full_precision()
+
+
+def _repeatable(closure: Callable[..., Any], buffers: Buffers) -> Callable[..., Any]:
+    @functools.wraps(closure, updated=())
+    def repeatable(*batch: Any) -> Any:
+        torch.manual_seed(0)
+        try:
+            return closure(*batch)
+        finally:
+            buffers.restore()
+
+    return repeatable

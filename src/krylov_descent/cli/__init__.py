@@ -1,0 +1,31 @@
+"""The command line, ``krylov-descent check|train|plot``; needs the extra [cli]."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command.
+
+    Args:
+        arguments: of the command line; those of the process unless given.
+
+    Returns:
+        The exit status: 0 all is well; 1 a check or the training failed; 2 wrong usage; 130 interrupted.
+
+    Example:
+        >>> main(["--version"])  # doctest: +ELLIPSIS
+        krylov-descent ...
+        0
+    """
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    try:
+        from krylov_descent.cli.commands import run
+    except ImportError as error:
+        if error.name not in ("tyro", "rich"):
+            raise
+        sys.stderr.write(f"The command line needs {error.name}: pip install 'krylov-descent[cli]'\n")
+        return 2
+    return run(arguments)

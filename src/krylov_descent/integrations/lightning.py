@@ -1,0 +1,290 @@
+"""PyTorch Lightning: ``KSDModule``, whose training steps are steps of KSD, and ``StepsLoader``, its training data.
+
+Lightning's loop, callbacks, loggers, checkpoints and progress bar are used as they are: one batch of the training
+loader is one step, and ``trainer.global_step`` counts it. What the batch is decides between two ways to train:
+
+- ``StepsLoader(Subsets(...))``: each step draws its three sets from the data set. An epoch is a number of steps.
+- Any other loader: a step evaluates its batch alone, A = B = C. Right for a loader of one batch that holds everything
+  (full batch). With smaller batches each step fits its own batch only; a warning says so.
+
+Checkpoints hold all of the optimizer's state: a run resumed by ``trainer.fit(..., ckpt_path=...)`` is bit for bit the
+uninterrupted one. Steps are taken in eval mode, since KSD compares losses: dropout is off, and BatchNorm uses its
+running statistics. Refused, with what to do instead: gradient clipping and accumulation, learning-rate schedulers,
+mixed precision, and strategies other than one device and DDP.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from torch import Tensor, nn
+
+from krylov_descent.data import Subsets
+from krylov_descent.distributed import Comm, ProcessGroup, SingleProcess
+from krylov_descent.distributed.process_group import GroupComm
+from krylov_descent.optimizer import KSD
+from krylov_descent.report import Settlement, StepReport
+
+_STATE_OF_RANKS = "krylov_descent"  # its entry in a checkpoint
+
+
+class StepsLoader:
+    """A training loader for ``KSDModule``: an epoch is ``steps`` steps on sets drawn from all samples.
+
+    Args:
+        sets: what draws A, B and C.
+        steps: in an epoch. A step passes over all of A at least once, so that one step an epoch is the usual sense.
+
+    Example:
+        >>> import torch
+        >>> from krylov_descent import Subsets
+        >>> from krylov_descent.integrations.lightning import StepsLoader
+        >>> loader = StepsLoader(Subsets(torch.randn(100, 3), batch_size=50, seed=0), steps=4)
+        >>> len(loader)
+        4
+    """
+
+    def __init__(self, sets: Subsets, steps: int = 1) -> None:
+        if not hasattr(sets, "draw"):
+            raise ValueError(f"sets is a {type(sets).__name__}; pass Subsets(train_set, batch_size=..., seed=...).")
+        if steps < 1:
+            raise ValueError(f"steps={steps!r}: an epoch has at least one step.")
+        self.sets = sets
+        self.steps = steps
+
+    def __len__(self) -> int:
+        return self.steps
+
+    def __iter__(self) -> Iterator[Subsets]:
+        for _ in range(self.steps):
+            yield self.sets
+
+    def state_dict(self) -> dict[str, Any]:
+        """Empty, as the optimizer's state tells which sets to draw; with it Lightning can resume within an epoch."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Nothing to load."""
+
+
+class KSDModule(LightningModule):
+    """A LightningModule trained by KSD. Write ``loss_and_outputs``; all else has a default.
+
+    - ``configure_optimizers`` returns ``KSD(self.parameters())``; override it to return another ``KSD(...)``.
+    - Logged at each step: ``train_loss``, the loss on A before the step, and ``ksd/...``, the step's numbers. Give the
+      trainer ``log_every_n_steps=1``: steps are few. ``outputs["report"]`` in ``on_train_batch_end`` is the whole
+      ``StepReport``.
+    - When training ends, the last step is judged as the next one would have, and undone if it raised the loss on A:
+      ``self.settlement``. Checkpoints are written before that.
+    - Several processes (``Trainer(strategy="ddp")``): the ranks take each step together, each with its share of the
+      samples. An overridden ``configure_optimizers`` passes ``process_group=self.process_group``. Checkpoints load on
+      any number of ranks if they were written by several.
+    - Whoever overrides ``on_train_start``, ``on_train_end``, ``on_save_checkpoint`` or ``on_load_checkpoint`` calls
+      ``super()`` there.
+
+    Attributes:
+        settlement: how the last training ended; None before, and for a full batch.
+
+    Example:
+        >>> import torch
+        >>> from lightning.pytorch import Trainer
+        >>> from krylov_descent import Subsets
+        >>> from krylov_descent.integrations.lightning import KSDModule, StepsLoader
+        >>> class Regression(KSDModule):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.net = torch.nn.Sequential(torch.nn.Linear(1, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+        ...     def loss_and_outputs(self, batch):
+        ...         x, y = batch
+        ...         residual = self.net(x) - y
+        ...         return residual.square().mean(), residual
+        >>> x = torch.linspace(-1, 1, 400)[:, None]
+        >>> sets = Subsets((x, torch.sin(3 * x)), batch_size=400, fraction=0.2, seed=0)
+        >>> quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+        >>> trainer = Trainer(max_steps=5, log_every_n_steps=1, enable_model_summary=False, **quiet)
+        >>> trainer.fit(model := Regression(), StepsLoader(sets))
+        >>> trainer.global_step, model.settlement.loss < 0.01
+        (5, True)
+    """
+
+    settlement: Settlement | None = None
+    _sets: Any = None
+    _loaded: dict[str, Any] | None = None
+
+    def loss_and_outputs(self, batch: Any) -> Any:
+        """What KSD's closure returns: the mean loss of a batch, what it is convex in, and optionally its weight.
+
+        It calls no ``backward``. The batch has gone through Lightning's transfer hooks.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__} has no loss_and_outputs(self, batch). Write it: it returns the mean loss and what "
+            "that is convex in, for example `return torch.nn.functional.cross_entropy(logits, y), logits`."
+        )
+
+    def configure_optimizers(self) -> Any:
+        """``KSD`` with its defaults."""
+        return KSD(self.parameters(), process_group=self.process_group)
+
+    @property
+    def process_group(self) -> ProcessGroup | None:
+        """All processes of the trainer, for ``KSD(process_group=...)``; None if there is one."""
+        if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+            return None
+        return torch.distributed.group.WORLD
+
+    def training_step(self, batch: Any, batch_idx: int = 0) -> dict[str, Any]:
+        """One step of KSD."""
+        optimizer = _ksd_of(self.trainer)
+        sets = batch if hasattr(batch, "draw") else None
+        if sets is None and self.trainer.num_training_batches > 1:
+            warnings.warn(
+                f"The training loader has {self.trainer.num_training_batches} batches, and each step of KSD fits one "
+                "of them alone. Pass StepsLoader(Subsets(train_set, ...)) to step over the data set, or one batch that "
+                "holds everything; large batches of like data, thousands of samples, may serve.",
+                stacklevel=2,
+            )
+        self._sets = sets
+        with _evaluating(self):
+            report = optimizer.step(self._closure(batch), sets)
+        self._log_report(report)
+        return {"loss": torch.tensor(report.loss, dtype=torch.float64), "report": report}
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Nothing: the step is taken in ``training_step``."""
+
+    def optimizer_step(
+        self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Callable[[], Any] | None = None
+    ) -> None:
+        """Runs ``training_step``, within what Lightning counts as one optimizer step."""
+        assert optimizer_closure is not None
+        optimizer_closure()
+
+    def on_train_start(self) -> None:
+        """Take back what ranks saved together."""
+        super().on_train_start()
+        if self._loaded is not None:
+            _load_state_of_ranks(_ksd_of(self.trainer), self._loaded)
+            self._loaded = None
+
+    def on_train_end(self) -> None:
+        """Judge the last step."""
+        super().on_train_end()
+        if self._sets is not None:
+            with _evaluating(self):
+                self.settlement = _ksd_of(self.trainer).settle(self._closure(self._sets), self._sets)
+            self._sets = None
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Put together what several ranks hold in parts; all ranks call this."""
+        super().on_save_checkpoint(checkpoint)
+        for optimizer in self.trainer.optimizers if "optimizer_states" in checkpoint else ():
+            if isinstance(optimizer, KSD) and optimizer.comm.ranks > 1:
+                checkpoint[_STATE_OF_RANKS] = _state_of_ranks(optimizer)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Keep what ranks saved together until there is an optimizer to take it."""
+        super().on_load_checkpoint(checkpoint)
+        with suppress(RuntimeError):  # no trainer: load_from_checkpoint
+            self._loaded = checkpoint.get(_STATE_OF_RANKS) if self.trainer.training else None
+
+    def _closure(self, batch: Any) -> Callable[..., Any]:
+        if not hasattr(batch, "draw"):
+            return lambda: self.loss_and_outputs(batch)
+        return lambda microbatch: self.loss_and_outputs(self._transferred(microbatch))
+
+    def _transferred(self, batch: Any) -> Any:
+        """As the loop does it with a batch of a DataLoader: dtype, device, and the user's hooks."""
+        batch = self.trainer.precision_plugin.convert_input(batch)
+        batch = self.on_before_batch_transfer(batch, 0)
+        return self.trainer.strategy.batch_to_device(batch)
+
+    def _log_report(self, report: StepReport) -> None:
+        self.log("train_loss", report.loss, prog_bar=True, batch_size=1)
+        numbers = {
+            "ksd/grad_norm": report.grad_norm,
+            "ksd/search_loss": report.search_loss_after,
+            "ksd/evaluations": float(report.inner_evaluations),
+            "ksd/accepted": float(report.accepted),
+            "ksd/seconds": sum(report.seconds.values()),
+        }
+        self.log_dict(numbers, batch_size=1)
+
+
+def _ksd_of(trainer: Trainer) -> KSD:
+    """The optimizer, if the trainer leaves it what it needs.
+
+    Raises:
+        ValueError: it does not, with what to change.
+    """
+    optimizers = trainer.optimizers
+    if len(optimizers) != 1 or not isinstance(optimizers[0], KSD):
+        names = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
+        raise ValueError(f"configure_optimizers returned {names}; KSDModule needs one KSD(...).")
+    optimizer: KSD = optimizers[0]
+    if trainer.lr_scheduler_configs:
+        raise ValueError("configure_optimizers returned a scheduler; KSD has no learning rate. Return the KSD alone.")
+    if trainer.gradient_clip_val:
+        raise ValueError(
+            f"Trainer(gradient_clip_val={trainer.gradient_clip_val}): KSD has no gradient to clip; the search over the "
+            "subspace finds the length of a step. Leave it out."
+        )
+    if trainer.accumulate_grad_batches != 1:
+        raise ValueError(
+            f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}): a step passes over all of its set A, "
+            "in micro-batches of Subsets(batch_size=...). Leave it out."
+        )
+    if trainer.precision not in ("32-true", "64-true"):
+        raise ValueError(
+            f"Trainer(precision={trainer.precision!r}): KSD compares losses and needs them in the parameters' "
+            "precision. Use '32-true' or '64-true'; to run the network alone in bfloat16, put torch.autocast around it "
+            "inside loss_and_outputs."
+        )
+    if not isinstance(trainer.strategy, (SingleDeviceStrategy, DDPStrategy)):
+        raise ValueError(
+            f"Trainer(strategy={type(trainer.strategy).__name__}): KSDModule knows one device and DDP. For sharded "
+            "parameters use KSD without Lightning, under torchrun: docs/scaling.md."
+        )
+    if trainer.world_size > 1 and optimizer.comm.ranks != trainer.world_size:
+        raise ValueError(
+            f"The trainer has {trainer.world_size} processes, and KSD steps with {optimizer.comm.ranks}. Return "
+            "KSD(..., process_group=self.process_group) from configure_optimizers."
+        )
+    return optimizer
+
+
+def _state_of_ranks(optimizer: KSD) -> dict[str, Any]:
+    """What the run remembers, whole; a collective."""
+    vectors, numbers = optimizer.sharded_state()
+    comm, numel = _comm_of_parts(optimizer), optimizer.numel
+    whole = {name: None if x is None else comm.all_gather(x, numel).cpu() for name, x in vectors.items()}
+    return {"vectors": whole, "numbers": numbers}
+
+
+def _load_state_of_ranks(optimizer: KSD, saved: dict[str, Any]) -> None:
+    optimizer.state.clear()  # that of the rank which wrote the file
+    comm = _comm_of_parts(optimizer)
+    parts = {name: None if x is None else comm.shard(x) for name, x in saved["vectors"].items()}
+    optimizer.load_sharded_state(parts, saved["numbers"])
+
+
+def _comm_of_parts(optimizer: KSD) -> Comm:
+    """Of equal parts, as ``sharded_state`` gives them."""
+    return SingleProcess() if optimizer.comm.ranks == 1 else GroupComm(optimizer.process_group)
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Eval mode for a while; then each module as it was."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
