@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import os
 from pathlib import Path
 from typing import Any
@@ -265,3 +266,9 @@ def test_ranks_step_together_and_resume(tmp_path: Path) -> None:
     assert losses(tmp_path, 3, tmp_path / "step=2.ckpt") == pytest.approx(whole[2:3], rel=1e-5)
     with pytest.raises(Exception, match="2 processes, and KSD steps with 1"):
         trainer(tmp_path, max_steps=1, **ranks).fit(Net(), StepsLoader(sets(200)))
+
+
+def test_docstrings_run() -> None:
+    from krylov_descent.integrations import lightning as integration
+
+    assert doctest.testmod(integration, extraglobs={"torch": torch}).failed == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -277,3 +278,9 @@ def test_accelerate_with_mixed_precision_is_refused() -> None:
     with pytest.raises(ValueError, match="mixed_precision='bf16'"):
         prepare(Accelerator(cpu=True, mixed_precision="bf16"), KSD([nn.Parameter(torch.ones(1))]))
     AcceleratorState._reset_state()
+
+
+def test_docstrings_run() -> None:
+    from krylov_descent.integrations import transformers as integration
+
+    assert doctest.testmod(integration, extraglobs={"torch": torch}).failed == 0

@@ -1,0 +1,228 @@
+"""PINA solvers trained by KSD: ``KSDPINN(problem, model)`` in place of ``PINN(problem, model)``.
+
+PINA's ``Trainer`` runs as always: callbacks, progress bar, logging, checkpoints; one epoch is one step of KSD, and
+``trainer.train(ckpt_path=...)`` continues a run to the bit (with ``shuffle=False`` or the same seed: PINA shuffles the
+points when the trainer is made).
+
+Full batch: ``Trainer(solver)`` without a ``batch_size``. Every evaluation is over all points of all conditions, and
+there are no three sets: the loss is a weighted sum of means over the points of different conditions, not one mean over
+samples that could be divided. The loss is PINA's own; what its loss function is given, the residuals before the mean,
+is what KSD takes it to be convex in. Weighting schemes that follow the losses (``SelfAdaptiveWeighting``, NTK) are
+updated once a step, at its start; unknown parameters of inverse problems are clamped after it.
+
+Points may change between epochs (``R3Refinement``), and ``SwitchOptimizer`` may switch from Adam to KSD.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from pina.optim import TorchOptimizer
+from pina.solver import (
+    AutoregressiveSingleModelSolver,
+    CausalPhysicsInformedSingleModelSolver,
+    PhysicsInformedSingleModelSolver,
+    RBAPhysicsInformedSingleModelSolver,
+    SingleModelSolver,
+    SupervisedSingleModelSolver,
+)
+from torch import Tensor, nn
+
+from krylov_descent.base import ClosureOptimizer
+from krylov_descent.optimizer import KSD
+from krylov_descent.report import StepReport
+
+_UNKNOWN = "unknown_parameters"
+# Their weights follow the residuals from one evaluation to the next, so that no two are of the same function.
+_MOVING = (
+    AutoregressiveSingleModelSolver,
+    CausalPhysicsInformedSingleModelSolver,
+    RBAPhysicsInformedSingleModelSolver,
+)
+
+
+class KSDSolver(SingleModelSolver):  # type: ignore[misc]
+    """Makes a single-model solver of PINA train by KSD; stands first among the bases.
+
+    ``KSDPINN`` and ``KSDSupervisedSolver`` are made so. For another solver:
+    ``class KSDGradientPINN(KSDSolver, GradientPhysicsInformedSingleModelSolver): pass``.
+
+    Args:
+        problem: as for any solver.
+        model: as for any solver.
+        optimizer: ``TorchOptimizer(KSD, krylov_dim=20)`` for other settings than the default, K = 50: these networks
+            are small and ill-conditioned (``krylov_descent.integrations.deepxde`` has figures).
+        **arguments: of the solver: ``weighting``, ``loss``, ...
+
+    Attributes:
+        on_report: called with the ``StepReport`` of each step, if set: a writer of ``krylov_descent.writers``, or
+            ``reports.append``.
+
+    Raises:
+        ValueError: the solver changes its weights with every evaluation.
+
+    Example:
+        >>> from pina.solver import GradientPhysicsInformedSingleModelSolver
+        >>> from krylov_descent.integrations.pina import KSDSolver
+        >>> class KSDGradientPINN(KSDSolver, GradientPhysicsInformedSingleModelSolver):
+        ...     pass
+    """
+
+    on_report: Callable[[StepReport], object] | None = None
+    _clamp_params: Callable[[], None]
+
+    def __init__(self, problem: Any, model: Any, optimizer: Any = None, **arguments: Any) -> None:
+        if isinstance(self, _MOVING):
+            raise ValueError(
+                f"{type(self).__name__} weighs residuals anew with every evaluation, and a step of KSD compares "
+                "evaluations. Use KSDPINN, with a weighting=... if wanted: that is updated once a step."
+            )
+        self._collected: list[Tensor] | None = None
+        self._silent = False
+        super().__init__(problem, model, optimizer=optimizer or TorchOptimizer(KSD, krylov_dim=50), **arguments)
+        self.automatic_optimization = False
+        self.loss.register_forward_pre_hook(self._collect)
+        clamp = self._clamp_params  # PINA's, called within each evaluation; KSD's trial points are not its to move
+        self._clamp_params = lambda: None if self._silent else clamp()
+        for layer in self.model.modules():
+            if type(layer).__module__.startswith("torch.nn.") and not any(layer.children()):
+                layer.register_forward_pre_hook(_without_labels)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """One step of KSD over all points; logs the losses after it, and the gradient's norm before it."""
+        optimizer = self.optimizers()
+        if not isinstance(optimizer.optimizer, ClosureOptimizer):
+            return self._plain_step(optimizer, batch, batch_idx)
+        self._require_full_batch()
+        with self._silently():
+            self.batch_evaluation_step(batch, batch_idx)  # updates the weights of the conditions
+        with self._fixed_weights():
+            report: StepReport = optimizer.step(lambda: self._evaluate(batch, batch_idx))
+            self._clamp_params()
+            loss: Tensor = super().training_step(batch, batch_idx)
+        self.log("grad_norm", report.grad_norm, on_step=False, on_epoch=True, batch_size=self.get_batch_size(batch))
+        if self.on_report is not None:
+            self.on_report(report)
+        return loss.detach()
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Add the unknown parameters of an inverse problem, which belong to the problem and not to the solver."""
+        super().on_save_checkpoint(checkpoint)
+        if self._params:
+            checkpoint[_UNKNOWN] = {name: p.detach().clone() for name, p in self._params.items()}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Bring them back."""
+        super().on_load_checkpoint(checkpoint)
+        for name, value in checkpoint.get(_UNKNOWN, {}).items():
+            self._params[name].data.copy_(value)
+
+    def log(self, *args: Any, **kwargs: Any) -> None:
+        """As Lightning's; what is evaluated within a step is not logged."""
+        if not self._silent:
+            super().log(*args, **kwargs)
+
+    def _plain_step(self, optimizer: Any, batch: Any, batch_idx: int) -> Tensor:
+        """For the optimizer before a ``SwitchOptimizer``."""
+        parent = super().training_step
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss: Tensor = parent(batch, batch_idx)
+            self.manual_backward(loss)
+            return loss
+
+        loss: Tensor = optimizer.step(closure)
+        self.scheduler.instance.step()
+        return loss.detach()
+
+    def _evaluate(self, batch: Any, batch_idx: int) -> tuple[Tensor, list[Tensor]]:
+        """The loss and its residuals."""
+        collected: list[Tensor] = []
+        self._collected = collected
+        try:
+            with self._silently():
+                return self.batch_evaluation_step(batch, batch_idx), collected
+        finally:
+            self._collected = None
+
+    def _collect(self, _: Any, given: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor] | None:
+        """Before the loss function: remember its residual, as a node of its own and without labels."""
+        residual, target = given
+        if self._collected is None or not residual.requires_grad:
+            return None
+        plain = residual.as_subclass(Tensor)
+        plain = plain.view_as(plain)
+        self._collected.append(plain)
+        return plain, target.as_subclass(Tensor)
+
+    @contextmanager
+    def _silently(self) -> Iterator[None]:
+        self._silent = True
+        try:
+            yield
+        finally:
+            self._silent = False
+
+    @contextmanager
+    def _fixed_weights(self) -> Iterator[None]:
+        """The weights of the conditions stay as they are: PINA's schemes would follow every evaluation."""
+        weights = {
+            name: w.detach() if isinstance(w, Tensor) else w for name, w in self.weighting.last_saved_weights().items()
+        }
+        self.weighting.update_weights = lambda losses: weights
+        try:
+            yield
+        finally:
+            del self.weighting.update_weights
+
+    def _require_full_batch(self) -> None:
+        if self.trainer.num_training_batches > 1:
+            raise ValueError(
+                f"The trainer gives {self.trainer.num_training_batches} batches an epoch, and a step of KSD minimises "
+                "over all that it is given: it would fit each batch by itself. Use Trainer(solver) without batch_size."
+            )
+        if self.trainer.world_size > 1:
+            raise ValueError(
+                f"The trainer has {self.trainer.world_size} processes, each with its points: these solvers train in "
+                "one. Use Trainer(solver, devices=1)."
+            )
+
+
+def _without_labels(_: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Before a layer of torch's: KSD computes with what it is given, and labels do not survive that."""
+    return tuple(x.as_subclass(Tensor) if isinstance(x, Tensor) else x for x in given)
+
+
+class KSDPINN(KSDSolver, PhysicsInformedSingleModelSolver):  # type: ignore[misc]
+    """A physics-informed solver (PINA's ``PINN``) trained by KSD.
+
+    Arguments are those of ``KSDSolver``.
+
+    Example:
+        >>> from pina import Trainer
+        >>> from pina.model import FeedForward
+        >>> from pina.problem.zoo import Poisson2DSquareProblem
+        >>> from krylov_descent.integrations.pina import KSDPINN
+        >>> torch.manual_seed(0)  # doctest: +ELLIPSIS
+        <torch._C.Generator object at ...>
+        >>> problem = Poisson2DSquareProblem()
+        >>> problem.discretise_domain(10, "grid")
+        >>> model = FeedForward(2, 1, inner_size=16, n_layers=2)
+        >>> solver = KSDPINN(problem, model)
+        >>> quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+        >>> trainer = Trainer(solver, max_epochs=4, accelerator="cpu", enable_model_summary=False, **quiet)
+        >>> trainer.train()
+        >>> bool(trainer.callback_metrics["train_loss"] < 1)
+        True
+    """
+
+
+class KSDSupervisedSolver(KSDSolver, SupervisedSingleModelSolver):  # type: ignore[misc]
+    """A supervised solver of PINA trained by KSD, over all data at once.
+
+    For data of which one evaluation is too large, use ``krylov_descent.KSD`` with ``Subsets``, which divides it.
+    Arguments are those of ``KSDSolver``, and ``use_lt``.
+    """
