@@ -605,3 +605,13 @@ def test_everything_is_as_it_was(calls_backward: bool) -> None:
     F.cross_entropy(model(X), Y).backward()  # type: ignore[no-untyped-call]
     assert len(seen) == 2
     assert seen[0].dtype == torch.float32
+
+
+def test_no_hook_is_left_behind() -> None:
+    """torch.compile refuses to work beside global hooks, and torch forgets to remove one kind of them."""
+    from torch.nn.modules import module
+
+    model = nn.Linear(3, 1)
+    x = torch.randn(8, 3)
+    check(lambda: (model(x).square().mean(), x), model)
+    assert not module._has_any_global_hook()  # type: ignore[no-untyped-call]

@@ -5,7 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import struct
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +16,7 @@ import pytest
 import torch
 
 from krylov_descent import KSD, StepReport
-from krylov_descent.writers import JSONLWriter, TensorBoardWriter, WandbWriter
+from krylov_descent.writers import JSONLWriter, TensorBoardWriter
 
 
 @pytest.fixture
@@ -75,18 +78,27 @@ def test_a_summary_writer_of_ones_own_stays_open(tmp_path: Path, reports: list[S
         own.add_scalar("mine", 1.0, 0)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_wandb_offline_holds_every_row(
-    tmp_path: Path, reports: list[StepReport], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    monkeypatch.chdir(tmp_path)
-    with WandbWriter(project="ksd", mode="offline", dir=str(tmp_path)) as write:
-        for report in reports:
-            write(report)
+_WANDB = """
+import torch
+from krylov_descent import KSD
+from krylov_descent.writers import WandbWriter
+
+w = torch.nn.Parameter(torch.tensor([3.0, -2.0]))
+with WandbWriter(project="ksd", mode="offline", dir=".") as write:
+    for report in KSD([w], krylov_dim=1).run(lambda: ((w**4).mean(), w), max_steps=3):
+        write(report)
+        print(repr(report.loss))
+"""
+
+
+def test_wandb_offline_holds_every_row(tmp_path: Path) -> None:
+    """In a process of its own: the file is whole when wandb's service, which ends with the process, has written it."""
+    command = [sys.executable, "-c", _WANDB]
+    environment = {**os.environ, "WANDB_SILENT": "true"}
+    process = subprocess.run(command, cwd=tmp_path, env=environment, check=True, capture_output=True, text=True)
     rows = _history(next(tmp_path.rglob("*.wandb")))
     assert [row["ksd/iteration"] for row in rows] == [0, 1, 2]
-    assert [row["ksd/loss"] for row in rows] == pytest.approx([report.loss for report in reports])
+    assert [row["ksd/loss"] for row in rows] == pytest.approx([float(line) for line in process.stdout.split()])
     assert rows[0]["ksd/ritz_values._type"] == "histogram"
 
 

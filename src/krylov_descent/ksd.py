@@ -191,8 +191,8 @@ def _descend(
         else:
             together(comm, lambda: len(draw.c))  # load it
             noise = relative_noise(parameters.params[0].dtype)
-            walk = Walk(objective, draw.c)
-            found = search_subspace(walk, subspace, settings.search, noise, comm, known)  # lines 7-12
+            # The walk has vectors of all parameters: it must not outlive the search.
+            found = search_subspace(Walk(objective, draw.c), subspace, settings.search, noise, comm, known)  # 7-12
         d = None if found.d is None else parameters.rounded(found.d)
         here = theta()
         objective.move_to(here if d is None else here + d)  # line 13

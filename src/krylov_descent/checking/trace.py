@@ -8,7 +8,11 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.autograd.graph import Node
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.nn.modules.module import (
+    _global_forward_hooks_with_kwargs,
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
 
 
 class Trace:
@@ -78,3 +82,5 @@ def traced() -> Iterator[Trace]:
     finally:
         for handle in handles:
             handle.remove()
+            # torch forgets this entry, and torch.compile would take it for a hook for the rest of the process.
+            _global_forward_hooks_with_kwargs.pop(handle.id, None)

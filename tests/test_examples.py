@@ -1,0 +1,152 @@
+"""Every example runs to its end on a tiny budget, writes a picture with something on it, and says what it reached."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import matplotlib.image
+import matplotlib.pyplot as plt
+import numpy as np
+import pytest
+import torch
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+TINY = ("--seconds", "0.05", "--max-steps", "2")
+
+
+@dataclass(frozen=True)
+class Example:
+    """A program, arguments that make it short, the beginning of its last line, and what that line must contain."""
+
+    file: str
+    arguments: tuple[str, ...]
+    name: str
+    closing: str
+
+
+# To add one: a line here. ``--out`` is given by the test.
+DRAWING = [
+    Example(
+        "mnist_autoencoder.py", (*TINY, "--samples", "200"), "autoencoder of drawn strokes", r"error [\d.]+ with KSD"
+    ),
+    Example(
+        "burgers_pinn.py",
+        (*TINY, "--adam-steps", "3", "--points", "64"),
+        "burgers",
+        r"error KSD [\d.e-]+ .*L-BFGS [\d.e-]+",
+    ),
+    Example("implicit_image.py", (*TINY, "--size", "16", "--width", "8"), "image of 16 × 16", r"[\d.]+ dB with KSD"),
+    Example("adding_rnn.py", (*TINY, "--samples", "100"), "adding problem", r"[\d.]+% .*with KSD.*, [\d.]+% with Adam"),
+    Example("character_transformer.py", (*TINY, "--sequences", "60"), "character transformer", r"[\d.]+ nats .*KSD"),
+]
+
+Run = Callable[..., int]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
+    """Runs an example as a user does, in this process, which spares it the imports; gives its exit status."""
+    matplotlib.use("Agg")
+    monkeypatch.delenv("KRYLOV_DESCENT_DATA", raising=False)
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+
+    def run(file: str, *arguments: str) -> int:
+        monkeypatch.setattr(sys, "argv", [file, *arguments])
+        try:
+            runpy.run_path(str(EXAMPLES / file), run_name="__main__")
+        except SystemExit as end:
+            return end.code if isinstance(end.code, int) else int(end.code is not None)
+        return 0
+
+    dtype = torch.get_default_dtype()
+    with torch.random.fork_rng():
+        yield run
+    torch.set_default_dtype(dtype)
+    plt.close("all")
+
+
+@pytest.mark.parametrize("example", DRAWING, ids=lambda example: example.file)
+def test_example_draws(example: Example, run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    picture = tmp_path / "picture.png"
+    assert run(example.file, *example.arguments, "--out", str(picture)) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith(example.name)
+    assert re.search(example.closing, last), last
+    assert "nan" not in last
+
+    assert picture.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    pixels = matplotlib.image.imread(picture)[..., :3]  # decodes all of it
+    assert min(pixels.shape[:2]) >= 300
+    assert len(np.unique(pixels.reshape(-1, 3), axis=0)) > 100
+    assert 0.01 < np.mean(pixels.min(2) < 0.9) < 0.9  # neither an empty page nor a full one
+
+
+def test_autoencoder_says_which_file_is_missing(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("mnist_autoencoder.py", "--data", str(tmp_path)) == 2
+    assert f"mnist.npz is not in {tmp_path}" in capsys.readouterr().err
+
+
+def test_autoencoder_reads_digits(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    generator = np.random.default_rng(0)
+    images = generator.integers(0, 256, (60, 28, 28), dtype=np.uint8)
+    np.savez(tmp_path / "mnist.npz", x_train=images, x_test=images)
+    out = tmp_path / "picture.png"
+    assert run("mnist_autoencoder.py", *TINY, "--samples", "60", "--data", str(tmp_path), "--out", str(out)) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith("autoencoder of MNIST")
+    assert out.exists()
+
+
+def test_exact_burgers_solution_solves_the_equation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By finite differences, away from the shock."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    burgers: dict[str, Any] = runpy.run_path(str(EXAMPLES / "burgers_pinn.py"), run_name="burgers")
+    x, t = (
+        torch.tensor([[-0.7], [-0.3], [0.4], [0.9]], dtype=torch.float64),
+        torch.full((4, 1), 0.6, dtype=torch.float64),
+    )
+    h = 1e-4
+
+    def u(dx: float = 0.0, dt: float = 0.0) -> torch.Tensor:
+        value: torch.Tensor = burgers["exact"](x + dx, t + dt)
+        return value
+
+    u_t, u_x = (u(dt=h) - u(dt=-h)) / (2 * h), (u(dx=h) - u(dx=-h)) / (2 * h)
+    u_xx = (u(dx=h) - 2 * u() + u(dx=-h)) / h**2
+    torch.testing.assert_close(u_t + u() * u_x, burgers["VISCOSITY"] * u_xx, atol=1e-5, rtol=0)
+    torch.testing.assert_close(burgers["exact"](x, 0 * t), -torch.sin(torch.pi * x))
+
+
+def test_smoke_on_the_cpu(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("gpu_smoke.py", "--device", "cpu", "--skip", "compile") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1] == "gpu smoke on cpu: all checks passed."
+    assert sum("0e+00" in line for line in lines) >= 10  # the CPU agrees with itself
+
+
+@pytest.mark.skipif(torch.cuda.is_available() or torch.backends.mps.is_available(), reason="there is a GPU")
+def test_smoke_without_a_gpu_says_so(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("gpu_smoke.py") == 0
+    assert "nothing was checked" in capsys.readouterr().out
+
+
+def test_smoke_tells_a_failure(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    smoke: dict[str, Any] = runpy.run_path(str(EXAMPLES / "gpu_smoke.py"), run_name="smoke")
+    calls = iter(((1.0, 1.0), (1.01, 1.0)))  # the device, then the CPU: the curvature is off by 1 %
+
+    def broken(device: torch.device) -> tuple[float, float]:
+        raise RuntimeError("out of order\nand more")
+
+    monkeypatch.setattr(sys, "argv", ["gpu_smoke.py", "--device", "cpu"])
+    smoke["CHECKS"].clear()
+    smoke["CHECKS"].update({"off": (lambda device: next(calls), 1e-3, 0.5), "broken": (broken, 1.0, 1.0)})
+    assert smoke["main"]() == 1
+    printed = capsys.readouterr().out
+    assert "FAILED: RuntimeError: out of order\n" in printed
+    assert printed.endswith("gpu smoke on cpu: FAILED: off, broken.\n")
