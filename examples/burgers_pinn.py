@@ -56,6 +56,7 @@ def main() -> None:
     parser.add_argument("--max-steps", type=int, help="end KSD after so many steps; L-BFGS gets the seconds it took")
     parser.add_argument("--adam-steps", type=int, default=300, help="before either (%(default)s)")
     parser.add_argument("--points", type=int, default=2048, help="where the equation is to hold (%(default)s)")
+    parser.add_argument("--krylov-dim", type=int, default=50, help="%(default)s: more than KSD's 20 pays here")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", default="burgers.png")
     given = parser.parse_args()
@@ -83,7 +84,7 @@ def main() -> None:
     adam = torch.optim.Adam(net.parameters(), lr=3e-3)
     for _ in range(given.adam_steps):
         adam.step(backward_closure)
-    optimizer = KSD(net.parameters(), krylov_dim=50)  # ill-conditioned: more than the default of 20 pays here
+    optimizer = KSD(net.parameters(), krylov_dim=given.krylov_dim)
 
     after_adam = copy.deepcopy(net.state_dict())
     times, places = torch.linspace(0, 1, 101), torch.linspace(-1, 1, 257)

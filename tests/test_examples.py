@@ -72,6 +72,12 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
     plt.close("all")
 
 
+def test_readme_names_every_example() -> None:
+    links = set(re.findall(r"\]\(([^)#]+)\)", (EXAMPLES / "README.md").read_text()))
+    assert {path.name for path in EXAMPLES.glob("*.py")} <= links
+    assert all((EXAMPLES / link).exists() for link in links)
+
+
 @pytest.mark.parametrize("example", DRAWING, ids=lambda example: example.file)
 def test_example_draws(example: Example, run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     picture = tmp_path / "picture.png"
