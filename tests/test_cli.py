@@ -95,7 +95,13 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def command(*arguments: str, **options: Any) -> subprocess.Popen[str]:
     source = str(Path(krylov_descent.__file__).parent.parent)
     environment = {**os.environ, "COLUMNS": "120", "OMP_NUM_THREADS": "1", "PYTHONPATH": source}
-    return subprocess.Popen([sys.executable, "-m", "krylov_descent", *arguments], text=True, env=environment, **options)
+    line = [sys.executable, "-m", "krylov_descent", *arguments]
+    return subprocess.Popen(line, text=True, env=environment, preexec_fn=_heed_interrupts, **options)
+
+
+def _heed_interrupts() -> None:
+    """Tests that a shell runs in the background are started with interrupts ignored, and so is what they start."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def test_check_in_a_process_of_its_own(directory: Path) -> None:
@@ -177,7 +183,10 @@ def test_interrupted_and_resumed_is_the_run_that_was_not(directory: Path, capsys
                 shown += _read(ours)
                 time.sleep(0.02)
             process.send_signal(signal.SIGINT)
-            told, _ = process.communicate(timeout=60)
+            try:
+                told, _ = process.communicate(timeout=60)
+            finally:
+                process.kill()
     finally:
         os.close(ours)
     assert process.returncode == 130
