@@ -21,6 +21,7 @@ from krylov_descent.checking.naming import Names
 from krylov_descent.checking.problem import Problem
 from krylov_descent.checking.timing import estimate
 from tests import problems
+from tests.test_consistency import cross_entropy, network
 
 N = 120
 
@@ -36,19 +37,6 @@ IDS = torch.randint(0, 10, (N, 6), generator=generator(2))
 
 def sets(*data: Tensor) -> Subsets:
     return Subsets(data or (X, Y), batch_size=40, seed=0)
-
-
-def network(*middle: nn.Module) -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 8), *middle, nn.Tanh(), nn.Linear(8, 3))
-
-
-def cross_entropy(model: nn.Module, **options: Any) -> Callable[[Any], Any]:
-    def closure(batch: Any) -> Any:
-        z = model(batch[0])
-        return F.cross_entropy(z, batch[1], **options), z
-
-    return closure
 
 
 def finding(report: CheckReport, name: str) -> Finding:

@@ -54,7 +54,8 @@ _REMEDY: Mapping[EndReason, str] = {
     ),
 }
 
-_NOTHING_FOUND = 5  # steps in a row: the first may fail for the sake of a remembered step, or of a damping
+#: Steps in a row that end a run: the first may fail for the sake of a remembered step, or of a damping.
+NOTHING_FOUND = 5
 
 
 class Steps(Protocol):
@@ -174,7 +175,7 @@ class Run:
                 nothing = 0 if found or self._sets is not None else nothing + 1
                 if report.grad_norm <= self._gtol:
                     self.reason = EndReason.GRADIENT
-                elif nothing >= _NOTHING_FOUND:
+                elif nothing >= NOTHING_FOUND:
                     self.reason = EndReason.STUCK
                 elif self._stale >= self._patience:
                     self.reason = EndReason.PATIENCE

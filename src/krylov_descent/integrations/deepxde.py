@@ -12,8 +12,7 @@ work. New points between steps (``PDEPointResampler``, anchors) are fine: a full
 from the step before.
 
 Take enough points. KSD soon makes the residuals vanish at a handful of them, and what a network of thousands of
-parameters then does between them is anyone's guess: on DeepXDE's Poisson example with its 16 points, it ended in
-float32 with a loss of 5e-7 and an error of 40 %; with 128 points, of 1e-6.
+parameters then does between them is anyone's guess.
 """
 
 from __future__ import annotations
@@ -29,14 +28,13 @@ from torch import Tensor
 
 from krylov_descent.optimizer import KSD
 from krylov_descent.report import StepReport
-from krylov_descent.run import EndReason
+from krylov_descent.run import NOTHING_FOUND, EndReason
 
 os.environ.setdefault("DDE_BACKEND", "pytorch")  # DeepXDE chooses at its import, and would prefer another
 
 import deepxde
 
 _VARIABLES = "external_trainable_variables"
-_NOTHING_FOUND = 5  # steps in a row
 
 
 def compile_ksd(
@@ -63,8 +61,8 @@ def compile_ksd(
         external_trainable_variables: as for ``model.compile``. Unlike with DeepXDE's own optimizers, ``model.save``
             keeps their values, and ``model.restore`` brings them back.
         verbose: as for ``model.compile``.
-        krylov_dim: K. These networks are small and ill-conditioned: in examples/deepxde_poisson.py, 16 seconds of one
-            core end at a loss of 2e-3 with K = 20, 4e-6 with 50, and 1e-5 with 100 (L-BFGS: 4e-4).
+        krylov_dim: K. These networks are small and ill-conditioned: 14 seconds of one core end at a loss of 1.5e-3
+            with K = 20, of 2.8e-6 with 50 (L-BFGS: 2.4e-4; examples/deepxde_poisson.py --krylov-dim, 2026-11-15).
         on_report: called with the ``StepReport`` of each step: a writer of ``krylov_descent.writers``, or
             ``reports.append``.
         **ksd: other arguments of ``KSD``. An "l2" regularisation of the network becomes its ``weight_decay``.
@@ -147,7 +145,7 @@ def _train_step(
         report = optimizer.step(closure)
         on_report(report)
         nothing = 0 if report.search_loss_after < report.search_loss_before else nothing + 1
-        if nothing >= _NOTHING_FOUND:
+        if nothing >= NOTHING_FOUND:
             nothing = 0
             model.stop_training = True
             warnings.warn(
