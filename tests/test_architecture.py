@@ -179,7 +179,7 @@ ALLOWED: dict[str, set[str]] = {
         "stepping",
     },
     "baselines": {"baselines.hessian_free", "baselines.nonlinear_cg"},
-    "checking.as_found": set(),
+    "checking.as_found": {"consistency"},
     "checking.doubled": set(),
     "checking.finding": set(),
     "checking.naming": set(),

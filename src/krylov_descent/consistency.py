@@ -63,7 +63,7 @@ class Seen:
         """Which buffers changed; all are put back."""
         names = []
         for module, key, buffer, before in self.buffers:
-            if module._buffers.get(key) is not buffer or not _same(buffer, before):
+            if module._buffers.get(key) is not buffer or not same_bits(buffer, before):
                 names.append(name(module, f".{key}"))
                 with torch.no_grad():
                     buffer.copy_(before)
@@ -79,7 +79,7 @@ class Seen:
         return self.training((*_DROPOUT, nn.RNNBase, nn.MultiheadAttention), name)
 
 
-def _same(x: Tensor, y: Tensor) -> bool:
+def same_bits(x: Tensor, y: Tensor) -> bool:
     """Equal bits, as far as a comparison tells: NaN equals NaN."""
     return bool(((x == y) | ((x != x) & (y != y))).all())
 

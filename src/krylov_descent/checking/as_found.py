@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from krylov_descent.consistency import same_bits
+
 
 class Buffers:
     """The buffers of a model as they were."""
@@ -28,12 +30,8 @@ class Buffers:
         """Put back what moved; graphs that hold a buffer are not told, as they would refuse to be used."""
         for module, key, buffer, before in self._kept:
             module._buffers[key] = buffer
-            if not _same_bits(buffer, before):
+            if not same_bits(buffer, before):
                 buffer.data.copy_(before)
-
-
-def _same_bits(x: Tensor, y: Tensor) -> bool:
-    return bool(((x == y) | ((x != x) & (y != y))).all())
 
 
 @contextmanager
