@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from krylov_descent import KSD, Search, StopReason
-from krylov_descent.basis import Subspace
+from krylov_descent.basis import Starts, Subspace, Turn
 from krylov_descent.closure import Evaluation
 from krylov_descent.data import Microbatch
 from krylov_descent.distributed import Comm, SingleProcess
@@ -43,6 +43,9 @@ class PlainWalk:
     def at_origin(self) -> tuple[float, Tensor]:
         return self.evaluate(self.origin)
 
+    def value(self, p: Tensor) -> float:
+        return self.evaluate(self.origin + p)[0]
+
     def begin(self, p: Tensor, *, moved: bool) -> None:
         if moved:
             self.origin = self.origin + self.alpha * self.p
@@ -55,6 +58,11 @@ class PlainWalk:
 
     def gradient(self) -> Tensor:
         return self.g
+
+
+def starting(c: Tensor | None) -> Starts | None:
+    """One start, from which the search goes on."""
+    return None if c is None else Starts(c[None, None], torch.ones(1, dtype=F64), polish=30)
 
 
 @pytest.mark.parametrize("start", [None, [0.9, -0.9], [50.0, 0.0], [-5.0, 5.0]])
@@ -70,7 +78,7 @@ def test_a_starting_point_is_used_only_if_it_is_better(start: list[float] | None
         return quadratic_at(minimum, lambda d: float(d[0]) < -2)(d)
 
     found = search_subspace(
-        PlainWalk(evaluate, 2), Subspace(Rows.of(V), H, 2, 0.0, offered), Search(), 1e-15, SingleProcess()
+        PlainWalk(evaluate, 2), Subspace(Rows.of(V), H, 2, 0.0, starting(offered)), Search(), 1e-15, SingleProcess()
     )
     assert found.before == 2.0
     assert found.after < 1e-12
@@ -84,7 +92,11 @@ def test_a_starting_point_is_used_only_if_it_is_better(start: list[float] | None
 
 def test_only_nan_around() -> None:
     subspace = Subspace(
-        Rows.of(torch.eye(2, dtype=F64)), torch.eye(2, dtype=F64), 2, 0.0, torch.tensor([2.0, 0.0], dtype=F64)
+        Rows.of(torch.eye(2, dtype=F64)),
+        torch.eye(2, dtype=F64),
+        2,
+        0.0,
+        starting(torch.tensor([2.0, 0.0], dtype=F64)),
     )
     evaluate = quadratic_at(torch.ones(2, dtype=F64), lambda d: bool(d.any()))
     found = search_subspace(PlainWalk(evaluate, 2), subspace, Search(), 1e-15, SingleProcess())
@@ -140,10 +152,15 @@ def test_a_builder_from_outside() -> None:
         precondition: Callable[[Tensor], Tensor],
         g: Tensor,
         d_prev: Tensor | None,
+        turn: Turn,
     ) -> Subspace:
         length = float(g.norm())
         return Subspace(
-            Rows.of((g / length)[None]), torch.ones(1, 1, dtype=F64), 1, 0.0, torch.tensor([-length], dtype=F64)
+            Rows.of((g / length)[None]),
+            torch.ones(1, 1, dtype=F64),
+            1,
+            0.0,
+            starting(torch.tensor([-length], dtype=F64)),
         )
 
     w = nn.Parameter(torch.tensor([3.0, 4.0], dtype=F64))

@@ -9,6 +9,7 @@ from krylov_descent.data import Subsets
 from krylov_descent.optimizer import KSD, PAPER
 from krylov_descent.precondition import Fisher
 from krylov_descent.progress import Progress
+from krylov_descent.rational import Rational
 from krylov_descent.report import Settlement, StepReport, StopReason
 from krylov_descent.run import Best, EndReason, Run
 from krylov_descent.search import Search
@@ -27,6 +28,7 @@ __all__ = [
     "Finding",
     "Fisher",
     "Progress",
+    "Rational",
     "Run",
     "Search",
     "Settlement",

@@ -8,7 +8,7 @@ V [m, P] orthonormal rows (m ≤ K+1), H̄ = V H Vᵀ [m, m]. P stands for this 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -27,7 +27,7 @@ class Subspace:
         H: H̄, the curvature in the coordinates of V, float64 [m, m], symmetric.
         krylov_dim: the Krylov vectors among the rows, which come first; the previous step is not counted.
         orthogonality_error: max |V Vᵀ − I|.
-        start: coefficients [m] at which the search begins; None is zero.
+        starts: points at which the search may begin, beside zero; None for no other.
         finite: whether every product was finite (those that were not have no row in V).
     """
 
@@ -35,8 +35,37 @@ class Subspace:
     H: Tensor
     krylov_dim: int
     orthogonality_error: float
-    start: Tensor | None = None
+    starts: Starts | None = None
     finite: bool = True
+
+
+@dataclass(frozen=True, eq=False)
+class Starts:
+    """Families of points along a grid of dampings; along a family, the loss is expected to have one minimum.
+
+    Attributes:
+        coefficients: [families, l, m], of each point in the rows of V.
+        dampings: [l], ascending; the search looks at the middle first, and from there downhill.
+        polish: BFGS iterations from the best of them; all that the search allows where none is better than zero.
+    """
+
+    coefficients: Tensor
+    dampings: Tensor
+    polish: int
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Which step it is, for a builder that draws or remembers.
+
+    Attributes:
+        seed, iteration: key what is random.
+        damping: the one that was best at the last step, or None.
+    """
+
+    seed: int = 0
+    iteration: int = 0
+    damping: float | None = None
 
 
 def krylov_basis(
@@ -89,6 +118,17 @@ def krylov_basis(
     if d_prev is not None and basis.normalise(d_prev):  # line 8, and k = K+1
         basis.multiply()
     return basis.subspace(krylov_dim)
+
+
+def spanned_basis(
+    product: Callable[[Tensor], Tensor], vectors: Iterable[Tensor], V: Rows, rows: int, comm: Comm
+) -> Subspace:
+    """An orthonormal basis of given vectors, and the curvature within it; what the basis spans already is left out."""
+    basis = _Basis(V, rows, product, comm)
+    for u in vectors:
+        if V.m < rows and basis.normalise(u):
+            basis.multiply()
+    return basis.subspace(V.m)
 
 
 class _Basis:

@@ -25,7 +25,7 @@ from torch.utils.hooks import RemovableHandle
 
 from krylov_descent.closure import Evaluation, require_outputs, require_rows, row_scaled
 from krylov_descent.curvature.gauss_newton import require_influence
-from krylov_descent.distributed import Comm
+from krylov_descent.distributed import Comm, added
 from krylov_descent.distributed.sharded import beside, local_part, whole
 from krylov_descent.layer_rules import Scratch
 from krylov_descent.objective import PROBE, PassAgain
@@ -236,10 +236,8 @@ class FisherDiagonal:
 
     def diagonal(self, total_weight: float, comm: Comm) -> Tensor:
         """D before flooring: gᵢ = N (w_b/W) Jᵢᵀδᵢ, so that (1/N) Σᵢ gᵢ² = (N/W²) Σ_b w_b² Σᵢ (Jᵢᵀδᵢ)²."""
-        samples = torch.zeros(comm.shares, dtype=torch.float64, device="cpu")
-        samples[0] = self._samples
         squares, unit = self._summed(comm)
-        return squares * (float(comm.total(samples)) / (total_weight * unit) ** 2)
+        return squares * (added(comm, self._samples).item() / (total_weight * unit) ** 2)
 
     def solver(self, comm: Comm) -> Callable[[Tensor], Tensor] | None:
         """D⁻¹ up to a factor, which no Krylov subspace depends on: D is scaled to a maximum of one."""

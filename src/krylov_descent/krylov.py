@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from krylov_descent.basis import Subspace, krylov_basis
+from krylov_descent.basis import Subspace, Turn, krylov_basis
 from krylov_descent.budget import Need, Storage
 from krylov_descent.curvature import CurvatureProduct, MicrobatchGraph
 from krylov_descent.data import Microbatch
@@ -39,6 +39,7 @@ class KrylovBuilder:
         precondition: Callable[[Tensor], Tensor],
         g: Tensor,
         d_prev: Tensor | None,
+        turn: Turn = Turn(),  # noqa: B008 — frozen
     ) -> Subspace:
         """Algorithm 2 with H on ``batches``; at most as many Krylov vectors as there are parameters.
 

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from krylov_descent.acceptance import better_before
-from krylov_descent.basis import Subspace, length
+from krylov_descent.basis import Subspace, Turn, length
 from krylov_descent.data import Microbatch
-from krylov_descent.distributed import Comm, RankError, together
+from krylov_descent.distributed import RankError, added, together
 from krylov_descent.objective import BatchLosses, Objective, relative_noise
 from krylov_descent.precondition import Precondition, Preconditioner
 from krylov_descent.progress import Counted
@@ -47,6 +47,7 @@ class BasisBuilder(Protocol):
         precondition: Precondition,
         g: Tensor,
         d_prev: Tensor | None,
+        turn: Turn,
     ) -> Subspace:
         """The subspace from the objective on B, the preconditioner, the gradient and the previous step.
 
@@ -77,6 +78,7 @@ class Memory:
         accepted: the point [P_local] from which it was taken, or None if there is nothing to go back to.
         accepted_loss: f on A there.
         search_growth: how often C was doubled.
+        damping: that of the last step, where the basis has one.
     """
 
     iteration: int
@@ -85,6 +87,7 @@ class Memory:
     accepted: Tensor | None = None
     accepted_loss: float = math.inf
     search_growth: int = 0
+    damping: float | None = None
 
 
 def ksd_step(
@@ -179,7 +182,8 @@ def _descend(
             d_prev = None
         g = g.clone() if known else g  # the builder may write over it
         together(comm, lambda: len(draw.b))  # load it
-        subspace = settings.builder(objective, draw.b, on_A.precondition or (lambda w: w), g, d_prev)  # line 6
+        turn = Turn(memory.seed, memory.iteration, memory.damping)
+        subspace = settings.builder(objective, draw.b, on_A.precondition or (lambda w: w), g, d_prev, turn)  # line 6
         if not subspace.finite:
             notes.append("A curvature product was not finite; the directions it concerns were left out.")
     g = on_A.g = on_A.precondition = None
@@ -211,7 +215,9 @@ def _descend(
         stop_reason=found.stop_reason,
         accepted=accepted,
         seconds=clock.laps,
-        sample_gradients=_over_ranks(objective.sample_gradients, comm),
+        sample_gradients=float(
+            added(comm, torch.tensor(objective.sample_gradients, dtype=torch.float64, device="cpu"))
+        ),
         orthogonality_error=0.0 if subspace is None else subspace.orthogonality_error,
         set_sizes=draw.sizes,
         preconditioner=name,
@@ -227,6 +233,7 @@ def _descend(
         d_prev=d,
         accepted=here if keep else None,
         accepted_loss=losses.mean if keep else math.inf,
+        damping=memory.damping if found.damping is None else found.damping,
     )
 
 
@@ -289,9 +296,3 @@ def _pass_over_A(objective: Objective, draw: StepSets, settings: Settings, memor
 
 def _name(preconditioner: Preconditioner | None) -> str:
     return str(getattr(preconditioner, "name", type(preconditioner).__name__.lower()))
-
-
-def _over_ranks(x: float, comm: Comm) -> float:
-    shares = torch.zeros(comm.shares, dtype=torch.float64, device="cpu")
-    shares[0] = x
-    return float(comm.total(shares))

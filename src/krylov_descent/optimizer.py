@@ -11,22 +11,22 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from krylov_descent.base import ClosureOptimizer, whole
+from krylov_descent.base import ClosureOptimizer
 from krylov_descent.budget import Storage
 from krylov_descent.closure import no_inference_mode
 from krylov_descent.compiled import CompiledPasses
 from krylov_descent.consistency import check_consistency
-from krylov_descent.curvature import CURVATURES
 from krylov_descent.data import Subsets
 from krylov_descent.distributed import Comm, ProcessGroup, Ranks, SingleProcess, together
 from krylov_descent.distributed.mesh import MeshComm
 from krylov_descent.distributed.sharded import lean_graphs
 from krylov_descent.distributed.state import even_part, own_part, require_same
-from krylov_descent.krylov import KrylovBuilder
-from krylov_descent.ksd import Memory, Settings, ksd_step, settle
+from krylov_descent.ksd import Memory, ksd_step, settle
 from krylov_descent.objective import Objective
+from krylov_descent.options import Options
 from krylov_descent.parameters import ParameterVector
 from krylov_descent.precondition import Fisher, Preconditioner
+from krylov_descent.rational import Rational
 from krylov_descent.report import Settlement, StepReport
 from krylov_descent.search import Search
 from krylov_descent.sets import FullBatch, StepSets
@@ -54,6 +54,9 @@ class KSD(ClosureOptimizer):
         params: parameters or parameter groups; a group may have its own ``weight_decay``. Frozen parameters
             (``requires_grad=False``) are left alone. The groups' ``lr`` is inert, for trainers that read it.
         krylov_dim: K, the Krylov vectors of a step; 20 is the paper's. Memory is K+1 vectors of all parameters.
+        basis: "krylov", the paper's; "rational", damped Gauss–Newton steps of many dampings from a sketch of the
+            Jacobian, for networks of up to some ten thousand parameters: physics-informed networks, least squares
+            (``Rational`` has its settings).
         curvature: "ggn", the Gauss–Newton matrix (the paper's, and the best there); "hessian", exact and possibly
             indefinite; "fisher", the empirical Fisher matrix.
         preconditioner: "fisher", the diagonal of the per-sample Fisher matrix (the paper's); ``Fisher(...)`` with
@@ -91,13 +94,14 @@ class KSD(ClosureOptimizer):
         True
     """
 
-    _KEPT = ("_krylov_dim", "_curvature", "_seed", "_builder", "_settings", "_compiled", "_shared")
+    _KEPT = ("_options", "_builder", "_settings", "_compiled")
 
     def __init__(
         self,
         params: ParamsT,
         *,
         krylov_dim: int = 20,
+        basis: Literal["krylov", "rational"] | Rational = "krylov",
         curvature: Literal["ggn", "hessian", "fisher"] = "ggn",
         preconditioner: Literal["fisher"] | Fisher | Preconditioner | None = "fisher",
         previous: Literal["step", "e1"] | None = "step",
@@ -110,44 +114,24 @@ class KSD(ClosureOptimizer):
         seed: int = 0,
         process_group: ProcessGroup | Ranks | None = None,
     ) -> None:
-        krylov_dim = whole("krylov_dim", krylov_dim)
-        if krylov_dim < 1:
-            raise ValueError(f"krylov_dim={krylov_dim!r}: must be a whole number ≥ 1; the paper's is 20.")
-        if curvature not in CURVATURES:
-            raise ValueError(f"curvature={curvature!r}: must be one of {sorted(CURVATURES)}.")
-        if isinstance(preconditioner, str) and preconditioner == "fisher":
-            preconditioner = Fisher()
-        given = preconditioner if isinstance(preconditioner, Fisher) else type(preconditioner).__name__
-        if isinstance(preconditioner, Fisher):
-            preconditioner = preconditioner.prepare()
-        if isinstance(preconditioner, type) or (preconditioner is not None and not hasattr(preconditioner, "start")):
-            raise ValueError(f"preconditioner={preconditioner!r}: must be 'fisher', Fisher(...) or None.")
-        if previous not in ("step", "e1", None):
-            raise ValueError(f"previous={previous!r}: must be 'step', 'e1' or None.")
-        if not isinstance(search, Search):
-            raise ValueError(f"search={search!r}: must be a krylov_descent.Search(...).")
-        if memory_budget is not None and whole("memory_budget", memory_budget) < 0:
-            raise ValueError(f"memory_budget={memory_budget}: must be a number of bytes ≥ 0, or None for no limit.")
-        if not isinstance(storage, Storage):
-            raise ValueError(f"storage={storage!r}: must be a krylov_descent.Storage(...).")
-        seed = whole("seed", seed)
         ranks = process_group if isinstance(process_group, Ranks) else Ranks(process_group)
-        if ranks.wire is not None and storage.dtype is None:
-            storage = replace(storage, dtype=ranks.wire)  # all ranks must mean the same row of V
-        self._krylov_dim = krylov_dim
-        self._curvature = curvature
-        self._seed = seed
-        self._builder = KrylovBuilder(CURVATURES[curvature], krylov_dim, memory_budget, storage)
-        self._settings = Settings(
-            self._builder,
+        options = Options(
+            krylov_dim,
+            basis,
+            curvature,
             preconditioner,
-            search,
             previous,
+            search,
             rollback,
-        )
+            memory_budget,
+            storage,
+            compile,
+            seed,
+        ).wired(ranks.wire)
+        self._options = options
+        self._builder = options.builder()
+        self._settings = options.settings(self._builder)
         self._compiled = CompiledPasses() if compile else None
-        # What ranks must have in common to take the same path, beside what has a name in their error.
-        self._shared = repr((curvature, given, previous, search, rollback, memory_budget, storage, compile))
         super().__init__(params, weight_decay, ranks.comm())
 
     def step(  # type: ignore[override]
@@ -174,14 +158,16 @@ class KSD(ClosureOptimizer):
         decays = [group["weight_decay"] for group in self.param_groups]
         # With sets of another class, only that can be compared.
         source = repr(sets) if isinstance(sets, Subsets) else type(sets).__name__
-        settings = zlib.crc32(f"{self._shared} {decays} {source}".encode())
-        require_same(self._comm, parameters, (memory.iteration, memory.seed, self._krylov_dim, settings))
+        settings = zlib.crc32(f"{self._options.shared()} {decays} {source}".encode())
+        require_same(self._comm, parameters, (memory.iteration, memory.seed, self._options.krylov_dim, settings))
         with torch.enable_grad(), self._full_precision(), lean_graphs():
             objective, draw_sets = self._prepare(closure, sets, memory, parameters)
             self._builder.require_room(objective)
             if memory.iteration == 0:
                 check_consistency(
-                    objective, draw_sets(memory.search_growth), curvature_of_outputs=self._curvature != "hessian"
+                    objective,
+                    draw_sets(memory.search_growth),
+                    curvature_of_outputs=self._options.curvature != "hessian",
                 )
             if not self._builder.announced:
                 first = draw_sets(memory.search_growth)
@@ -230,7 +216,7 @@ class KSD(ClosureOptimizer):
         shares, of_shares = comm.samples
         share: dict[str, Any] = {"shares": shares, "of_shares": of_shares} if of_shares > 1 else {}
         return objective, lambda growth: source.draw(
-            memory.iteration, krylov_dim=self._krylov_dim, search_growth=growth, **share
+            memory.iteration, krylov_dim=self._options.krylov_dim, search_growth=growth, **share
         )
 
     def _mesh_comm(self, parameters: ParameterVector) -> Comm:
@@ -293,7 +279,7 @@ class KSD(ClosureOptimizer):
         self._store(parameters, memory_of(parts, numbers))
 
     def _remember(self, parameters: ParameterVector) -> Memory:
-        return read_memory(self.state, self._first_parameter(), parameters, self._seed, self._comm)
+        return read_memory(self.state, self._first_parameter(), parameters, self._options.seed, self._comm)
 
     def _store(self, parameters: ParameterVector, memory: Memory) -> None:
         write_memory(self.state, self._first_parameter(), parameters, memory, self._comm)

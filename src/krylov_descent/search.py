@@ -6,13 +6,15 @@ V̄ is never formed: C⁻ᵀ is applied to a. Everything of size m is float64 on
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
-from krylov_descent.basis import Subspace
+from krylov_descent.basis import Starts, Subspace
 from krylov_descent.bfgs import bfgs_on_lines
 from krylov_descent.distributed import Comm, inner
 from krylov_descent.report import StopReason
@@ -66,6 +68,7 @@ class Found:
         d: the step [P_local], or None if no better point than the start was found.
         before, after: f on C at the start of the search and at its end.
         coefficients: of d in the rows of V.
+        damping: for the next step's starts, if this one had any.
     """
 
     d: Tensor | None
@@ -75,6 +78,7 @@ class Found:
     evaluations: int
     stop_reason: StopReason
     coefficients: tuple[float, ...] = ()
+    damping: float | None = None
 
 
 def whiten(H: Tensor, floor: float, negative: str = "floor") -> Tensor:
@@ -99,6 +103,10 @@ class Walker(Protocol):
         """f and its gradient where the first line begins."""
         ...
 
+    def value(self, p: Tensor) -> float:
+        """f at p from where the first line begins, before there is one."""
+        ...
+
     def begin(self, p: Tensor, *, moved: bool) -> None:
         """A line along p, from the point of the last trial if ``moved``, otherwise from where the last line began."""
         ...
@@ -121,7 +129,11 @@ class _Subspace:
 
     def step(self, a: Tensor) -> Tensor:
         """Line 9: V̄a = Vᵀ(C⁻ᵀa)."""
-        return self._V.combine(self.coefficients(a).to(self._V.device, self._V.dtype))
+        return self.combine(self.coefficients(a))
+
+    def combine(self, c: Tensor) -> Tensor:
+        """Vᵀc."""
+        return self._V.combine(c.to(self._V.device, self._V.dtype))
 
     def coefficients(self, a: Tensor) -> Tensor:
         """C⁻ᵀa: of the step in the rows of V."""
@@ -134,6 +146,20 @@ class _Subspace:
         projected: Tensor = torch.linalg.solve_triangular(self._C, reduced[:, None], upper=False)[:, 0]
         return projected
 
+    def found(
+        self,
+        a: Tensor,
+        before: float,
+        after: float,
+        iterations: int,
+        evaluations: int,
+        reason: StopReason,
+        damping: float | None,
+    ) -> Found:
+        """Line 12: the step of a."""
+        d = self.step(a) if bool((a != 0).any()) else None
+        return Found(d, before, after, iterations, evaluations, reason, tuple(self.coefficients(a).tolist()), damping)
+
     def begin(self, x: Tensor, p: Tensor) -> None:
         self._walk.begin(self.step(p), moved=not torch.equal(x, self._a))
         self._a = x
@@ -143,6 +169,36 @@ class _Subspace:
 
     def gradient(self) -> Tensor:
         return self.project(self._walk.gradient())
+
+
+def climb(starts: Starts, value: Callable[[Tensor], float], before: float) -> tuple[tuple[int, int] | None, float, int]:
+    """The best of the starts, if it is better than ``before``, the loss there, and how many were looked at.
+
+    In each family the middle first, and from there as far as the loss falls: first to more damping, then to less.
+    """
+    best, lowest, tried = None, before, 0
+    families, length = starts.coefficients.shape[:2]
+    for family in range(families):
+        seen: dict[int, float] = {}
+
+        def at(i: int, family: int = family, seen: dict[int, float] = seen) -> float:
+            nonlocal tried
+            if not 0 <= i < length:
+                return math.inf
+            if i not in seen:
+                tried += 1
+                v = value(starts.coefficients[family, i])
+                seen[i] = v if math.isfinite(v) else math.inf
+            return seen[i]
+
+        i = length // 2
+        while i + 1 < length and (at(i + 1) < at(i) or math.isinf(at(i))):  # too little damping may overflow
+            i += 1
+        while at(i - 1) < at(i):
+            i -= 1
+        if at(i) < lowest:
+            best, lowest = (family, i), at(i)
+    return best, lowest, tried
 
 
 def search_subspace(
@@ -171,30 +227,29 @@ def search_subspace(
     first = int(at_zero is None)
     start = before, lines.project(g)
     del g, at_zero
-    if subspace.start is not None:
-        # Begin where the builder says, if that is better than not moving.
-        offered = C.T @ subspace.start
-        lines.begin(a0, offered)
-        value, _ = lines.at(1.0)
-        first += 1
-        if value < before:
-            a0, start = offered, (value, lines.gradient())
+    iterations, damping = options.iterations, None
+    if subspace.starts is not None:
+        starts = subspace.starts
+        best, lowest, tried = climb(starts, lambda c: walk.value(lines.combine(c)), before)
+        first += tried
+        damping = float(starts.dampings[-1 if best is None else best[1]])
+        if best is not None:
+            offered = C.T @ starts.coefficients[best]
+            if starts.polish == 0:
+                return lines.found(offered, before, lowest, 0, first, StopReason.CONVERGED, damping)
+            lines.begin(a0, offered)
+            value, _ = lines.at(1.0)
+            first += 1
+            if value < before:
+                a0, start, iterations = offered, (value, lines.gradient()), min(iterations, starts.polish)
     result = bfgs_on_lines(  # line 11
         lines,
         a0,
         start,
-        max_iterations=options.iterations,
+        max_iterations=iterations,
         max_evaluations=max(1, options.evaluations - first),
         tolerance=noise if options.tolerance is None else options.tolerance,
         noise=noise,
     )
-    moved = bool((result.x != 0).any())
-    return Found(
-        lines.step(result.x) if moved else None,  # line 12
-        before,
-        result.f,
-        result.iterations,
-        first + result.evaluations,
-        result.stop_reason,
-        tuple(lines.coefficients(result.x).tolist()),
-    )
+    evaluations = first + result.evaluations
+    return lines.found(result.x, before, result.f, result.iterations, evaluations, result.stop_reason, damping)

@@ -20,7 +20,7 @@ from krylov_descent.parameters import ParameterVector
 State = MutableMapping[Tensor, Any]
 
 _VECTORS = ("d_prev", "accepted")
-_NUMBERS = ("iteration", "seed", "accepted_loss", "search_growth")
+_NUMBERS = ("iteration", "seed", "accepted_loss", "search_growth", "damping")
 
 
 def read_memory(state: State, first: Tensor, parameters: ParameterVector, seed: int, comm: Comm) -> Memory:
@@ -68,7 +68,8 @@ def write_memory(state: State, first: Tensor, parameters: ParameterVector, memor
 
 def memory_parts(memory: Memory) -> tuple[dict[str, Tensor | None], dict[str, int | float]]:
     """Its vectors and its numbers, by name."""
-    return {key: getattr(memory, key) for key in _VECTORS}, {key: getattr(memory, key) for key in _NUMBERS}
+    numbers = {key: getattr(memory, key) for key in _NUMBERS}
+    return {key: getattr(memory, key) for key in _VECTORS}, {k: x for k, x in numbers.items() if x is not None}
 
 
 def memory_of(vectors: Mapping[str, Tensor | None], numbers: Mapping[str, int | float]) -> Memory:
@@ -80,6 +81,7 @@ def memory_of(vectors: Mapping[str, Tensor | None], numbers: Mapping[str, int | 
         accepted=vectors.get("accepted"),
         accepted_loss=float(numbers["accepted_loss"]),
         search_growth=int(numbers["search_growth"]),
+        damping=float(numbers["damping"]) if "damping" in numbers else None,
     )
 
 

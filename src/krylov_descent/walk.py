@@ -33,6 +33,14 @@ class Walk:
         self._count()
         return losses.mean, g
 
+    def value(self, p: Tensor) -> float:
+        """f at p from the origin, by forward passes; p is this rank's part [P_local]."""
+        objective = self._objective
+        objective.parameters.write(self._origin, objective.comm.all_gather(p, objective.parameters.numel), 1.0)
+        value = objective.value(self._batches).mean
+        self._count()
+        return value
+
     def begin(self, p: Tensor, *, moved: bool) -> None:
         """A line along p, of which this is the rank's part [P_local], from the last trial if ``moved``."""
         if moved:

@@ -159,6 +159,14 @@ def inner(comm: Comm, numel: int, product: Callable[[slice], Tensor]) -> Tensor:
     return comm.sum(torch.stack([product(piece) for piece in pieces]))
 
 
+def added(comm: Comm, x: Tensor | float, failure: Exception | None = None) -> Tensor:
+    """A small tensor on the CPU, or a number, added over the ranks, with the news of a failure of this one."""
+    x = x if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.float64, device="cpu")
+    shares = torch.zeros(comm.shares, *x.shape, dtype=x.dtype, device=x.device)
+    shares[0] = x
+    return comm.total(shares, failure)
+
+
 def attempt(comm: Comm, work: Callable[[], object]) -> Exception | None:
     """Do what concerns this rank only; with others around, what goes wrong is for the next ``comm.total`` to raise.
 

@@ -1,0 +1,109 @@
+"""Rows of the outputs' Jacobian, hundreds at the cost of a few gradients.
+
+Letters: z outputs [N, c], J = ∂z/∂θ, S ⊂ {1 … N} chosen rows, s of them, u [s, c] a cotangent for each.
+
+Row i of the outputs depends on row i of a layer's inputs only. So each chosen sample is given weights of its own,
+W + Δᵢ with Δ = 0 [s, out, in], and one backward pass from Σ_{i∈S} uᵢ·zᵢ has ∂/∂Δᵢ = uᵢᵀ∂zᵢ/∂W for all of S at once:
+rows that would take a backward pass each. It stays right where the closure differentiates the network itself, as
+physics-informed networks do, because Δ is part of what is differentiated there.
+
+It is silently wrong where a parameter acts elsewhere than in a linear layer, or rows of outputs are not those of the
+layers' inputs. ``along`` tells: Σᵢ wᵢ(uᵢᵀJᵢ) must be the ordinary backward pass from the cotangent w∘u.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+_CHUNK = 64  # rows that take a backward pass each, at a time
+
+
+class OwnWeights(TorchFunctionMode):
+    """While active, linear layers give each chosen row of their inputs weights of its own.
+
+    Args:
+        params: the parameters, by position.
+        chosen: number of rows → which of them; inputs with another number of rows are left alone.
+    """
+
+    def __init__(self, params: Sequence[Tensor], chosen: Mapping[int, Tensor]) -> None:
+        super().__init__()
+        self._index = {id(p): i for i, p in enumerate(params)}
+        self._chosen = chosen
+        self._own: dict[tuple[int, int], Tensor] = {}
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Iterable[Any], args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        y = func(*args, **(kwargs or {}))
+        if func is not torch.nn.functional.linear:
+            return y
+        x, W, b = _linear(*args, **(kwargs or {}))
+        trained = id(W) in self._index or id(b) in self._index
+        if not trained or x.ndim < 2 or x.shape[0] not in self._chosen:
+            return y
+        S = self._chosen[x.shape[0]]
+        # [s, positions, in], so that one product serves vectors and sequences
+        xs = x[S].reshape(len(S), -1, x.shape[-1])
+        added = xs.new_zeros(())
+        if id(W) in self._index:
+            added = xs @ self._of(W, x.shape[0], len(S)).transpose(1, 2)
+        if b is not None and id(b) in self._index:
+            added = added + self._of(b, x.shape[0], len(S))[:, None]
+        return y.index_add(0, S, added.expand(len(S), xs.shape[1], y.shape[-1]).reshape(len(S), *y.shape[1:]))
+
+    def _of(self, p: Tensor, rows: int, s: int) -> Tensor:
+        key = self._index[id(p)], rows
+        if key not in self._own:
+            self._own[key] = torch.zeros(s, *p.shape, dtype=p.dtype, device=p.device, requires_grad=True)
+        return self._own[key]
+
+    def of_rows(self, rows: int) -> list[tuple[int, Tensor]]:
+        """(position of the parameter, Δ) of the layers that saw so many rows."""
+        return [(i, own) for (i, seen), own in self._own.items() if seen == rows]
+
+
+def _linear(x: Tensor, W: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
+    return x, W, bias
+
+
+def write_rows(own: OwnWeights, z: Tensor, S: Tensor, u: Tensor, into: Sequence[Tensor]) -> None:
+    """uᵢᵀ∂zᵢ/∂θ for all i in S, into views [s, …] of the parameters' columns."""
+    pairs = own.of_rows(z.shape[0])
+    for view in into:
+        view.zero_()
+    if not pairs:
+        return
+    rows = torch.autograd.grad(z[S], [delta for _, delta in pairs], u, retain_graph=True, allow_unused=True)
+    for (i, _), row in zip(pairs, rows, strict=True):
+        if row is not None:
+            into[i].copy_(row)
+
+
+def along(z: Tensor, S: Tensor, wu: Tensor, params: Sequence[Tensor]) -> Iterator[Tensor | None]:
+    """Jᵀ of the cotangent that is wu on the chosen rows and zero elsewhere, by the ordinary backward pass."""
+    cotangent = torch.zeros_like(z).index_copy(0, S, wu)
+    yield from torch.autograd.grad(z, params, cotangent, retain_graph=True, allow_unused=True)
+
+
+def write_rows_one_by_one(z: Tensor, S: Tensor, u: Tensor, params: Sequence[Tensor], into: Sequence[Tensor]) -> None:
+    """As ``write_rows``, for any operations, by a backward pass for each row: right, and slow."""
+    for start in range(0, len(S), _CHUNK):
+        part = slice(start, start + _CHUNK)
+        cotangents = z.new_zeros(len(S[part]), *z.shape)
+        cotangents[torch.arange(len(S[part]), device=z.device), S[part]] = u[part]
+        for view, row in zip(into, _batched(z, params, cotangents), strict=True):
+            view[part] = 0 if row is None else row
+
+
+def _batched(z: Tensor, params: Sequence[Tensor], cotangents: Tensor) -> Sequence[Tensor | None]:
+    try:
+        return torch.autograd.grad(z, params, cotangents, retain_graph=True, allow_unused=True, is_grads_batched=True)
+    except RuntimeError:  # an operation that cannot be batched
+        rows = [torch.autograd.grad(z, params, c, retain_graph=True, allow_unused=True) for c in cotangents]
+        return [None if column[0] is None else torch.stack(column) for column in zip(*rows, strict=True)]

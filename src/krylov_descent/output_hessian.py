@@ -1,0 +1,97 @@
+"""Square roots of H_L, the Hessian of the loss in the outputs, row by row.
+
+Letters: z outputs [N, c], δ = ∂L/∂z, H_L block-diagonal with a block Hᵢ [c, c] for each row, Hᵢ = LᵢLᵢᵀ;
+ρᵢ with Lᵢρᵢ = δᵢ, so that (LᵀJ)ᵀρ = Jᵀδ is the gradient and (LᵀJ)ᵀ(LᵀJ) the Gauss–Newton matrix.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_BLOCK = 64  # outputs of a row for which a dense block is formed
+_ALL = 16  # up to so many, each is a row of its own; of more, one random combination of them
+
+
+@dataclass(frozen=True, eq=False)
+class Roots:
+    """For k cotangents of each of s rows.
+
+    Attributes:
+        u: [k, s, c], rows Lᵢᵀ.
+        rho: [k, s].
+    """
+
+    u: Tensor
+    rho: Tensor
+
+
+def cotangents(c: int) -> int:
+    """How many a row with c outputs gets."""
+    return c if c <= _ALL else 1
+
+
+def output_roots(z: Tensor, delta: Tensor | None, S: Tensor, signs: torch.Generator) -> Roots | str:
+    """Roots on the rows S, or a sentence that says why there are none.
+
+    Args:
+        z: outputs [N, …] with the graph of the loss behind them.
+        delta: ∂L/∂z with a graph of its own; None or without one where the loss is linear in z.
+        S: rows.
+        signs: for the probes.
+    """
+    rows = z.shape[0]
+    if delta is None or not delta.requires_grad:
+        return Roots(z.new_zeros(0, len(S), *z.shape[1:]), z.new_zeros(0, len(S)))
+    flat = delta.detach().reshape(rows, -1)[S]
+    c = flat.shape[1]
+    s = _signs(z, signs)
+    diagonal = _product(z, delta, torch.ones_like(z))
+    probed = _product(z, delta, s)
+    if _close(probed, diagonal * s):
+        h = diagonal.reshape(rows, c)[S].clamp(min=0)
+        root = h.sqrt()
+        rho = torch.where(h > 0, flat / root, 0)
+        return _shaped(torch.diag_embed(root) if c <= _ALL else root[:, :, None], rho, z, s.reshape(rows, c)[S])
+    if c > _BLOCK:
+        return f"the loss couples the {c} outputs of a sample, more than the {_BLOCK} whose blocks are formed"
+    blocks = torch.stack([_product(z, delta, _unit(z, j)).reshape(rows, c) for j in range(c)], dim=-1)
+    if not _close(probed.reshape(rows, c), (blocks @ s.reshape(rows, c, 1))[:, :, 0]):
+        return "the loss couples rows of the outputs (it is no sum of terms of one row each)"
+    values, Q = torch.linalg.eigh(blocks[S].double())
+    floor = values[:, -1:].clamp(min=0) * torch.finfo(z.dtype).eps * c
+    root = torch.where(values > floor, values, 0).sqrt()
+    rho = torch.where(root > 0, (Q.mT @ flat.double()[:, :, None])[:, :, 0] / root, 0)
+    return _shaped((Q * root[:, None]).to(z.dtype), rho.to(z.dtype), z, s.reshape(rows, c)[S])
+
+
+def _shaped(L: Tensor, rho: Tensor, z: Tensor, s: Tensor) -> Roots:
+    """L [s, c, k] (or [s, c, 1] of a diagonal) and ρ [s, k], as they are or in one random combination."""
+    rows, c = rho.shape
+    if c <= _ALL:
+        return Roots(L.permute(2, 0, 1).reshape(c, rows, *z.shape[1:]), rho.T)
+    mixed = L[:, :, 0] * s if L.shape[2] == 1 else (L @ s[:, :, None])[:, :, 0]
+    return Roots(mixed.reshape(1, rows, *z.shape[1:]), (rho * s).sum(1)[None])
+
+
+def _product(z: Tensor, delta: Tensor, v: Tensor) -> Tensor:
+    (h,) = torch.autograd.grad(delta, z, v, retain_graph=True, materialize_grads=True, allow_unused=True)
+    return h.detach()
+
+
+def _close(x: Tensor, y: Tensor) -> bool:
+    scale = x.abs().max()
+    return bool((x - y).abs().max() <= torch.finfo(x.dtype).eps ** 0.5 * scale)
+
+
+def _unit(z: Tensor, j: int) -> Tensor:
+    e = torch.zeros_like(z).reshape(z.shape[0], -1)
+    e[:, j] = 1
+    return e.view_as(z)
+
+
+def _signs(z: Tensor, generator: torch.Generator) -> Tensor:
+    s = torch.randint(0, 2, z.shape, generator=generator, device="cpu").mul_(2).sub_(1)
+    return s.to(z.device, z.dtype)

@@ -1,0 +1,392 @@
+"""The rational basis: rows of the Jacobian, roots of the loss's Hessian, damped steps, and the contract of a basis."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from krylov_descent import KSD, Rational, Search, Subsets
+from krylov_descent.basis import Starts, Turn
+from krylov_descent.curvature import CURVATURES
+from krylov_descent.distributed import SingleProcess
+from krylov_descent.krylov import KrylovBuilder
+from krylov_descent.objective import Objective
+from krylov_descent.output_hessian import output_roots
+from krylov_descent.parameters import ParameterVector
+from krylov_descent.rational import RationalBuilder, damped_steps
+from krylov_descent.sample_set import Microbatch
+from krylov_descent.search import climb
+from krylov_descent.sketch import Sketcher
+
+F64 = torch.float64
+Closure = Callable[[], tuple[Tensor, Any]]
+
+
+def objective_of(model: nn.Module, closure: Closure, decay: float = 0.0) -> Objective:
+    parameters = ParameterVector([{"params": list(model.parameters()), "weight_decay": decay}])
+    return Objective(lambda _: closure(), parameters, SingleProcess())
+
+
+def mlp(*widths: int) -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = [layer for i, o in itertools.pairwise(widths) for layer in (nn.Linear(i, o), nn.Tanh())]
+    return nn.Sequential(*layers[:-1]).double()
+
+
+def dense(model: nn.Module, closure: Closure) -> tuple[Tensor, Tensor]:
+    """The Gauss–Newton matrix and the gradient, entry by entry."""
+    params = list(model.parameters())
+    loss, outputs = closure()
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    slopes = torch.autograd.grad(loss, outputs, create_graph=True)
+    G = torch.zeros((), dtype=F64)
+    for z, dz in zip(outputs, slopes, strict=True):
+        rows = []
+        for e in z.reshape(-1):
+            grads = torch.autograd.grad(e, params, retain_graph=True, allow_unused=True, materialize_grads=True)
+            rows.append(torch.cat([x.reshape(-1) for x in grads]))
+        J = torch.stack(rows)
+        H = torch.stack(
+            [
+                torch.autograd.grad(d, z, retain_graph=True, materialize_grads=True)[0].reshape(-1)
+                for d in dz.reshape(-1)
+            ]
+        )
+        G = G + J.T @ H @ J
+    grads = torch.autograd.grad(loss, params, allow_unused=True, materialize_grads=True)
+    return G, torch.cat([x.reshape(-1) for x in grads])
+
+
+def pinn() -> tuple[nn.Module, Closure]:
+    """A residual that differentiates the network twice, and a boundary term with another number of points."""
+    model = mlp(2, 6, 6, 1)
+    inside, edge = torch.rand(15, 2, dtype=F64), torch.rand(7, 2, dtype=F64)
+
+    def closure() -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        x = inside.clone().requires_grad_()
+        u = model(x)
+        (du,) = torch.autograd.grad(u.sum(), x, create_graph=True)
+        (ddu,) = torch.autograd.grad(du[:, 0].sum(), x, create_graph=True)
+        r = du[:, 1] + u[:, 0] * du[:, 0] - 0.1 * ddu[:, 0]
+        b = 3 * (model(edge)[:, 0] - edge[:, 0])
+        return r.square().mean() + b.square().mean(), (r, b)
+
+    return model, closure
+
+
+def classifier() -> tuple[nn.Module, Closure]:
+    model, x, y = mlp(4, 5, 3), torch.randn(12, 4, dtype=F64), torch.arange(12) % 3
+
+    def closure() -> tuple[Tensor, Tensor]:
+        logits = model(x)
+        return nn.functional.cross_entropy(logits, y), logits
+
+    return model, closure
+
+
+def sequence() -> tuple[nn.Module, Closure]:
+    """Linear layers at several positions of a sample."""
+    model, x = mlp(3, 4, 2), torch.randn(6, 5, 3, dtype=F64)
+
+    def closure() -> tuple[Tensor, Tensor]:
+        z = model(x).sum(1)
+        return (z - 1).square().mean(), z
+
+    return model, closure
+
+
+class Scaled(nn.Module):
+    """A parameter outside of any linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.7))
+        self.first, self.second = nn.Linear(4, 5), nn.Linear(5, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.second(torch.tanh(self.scale * self.first(x)))
+        return out
+
+
+def scaled() -> tuple[nn.Module, Closure]:
+    torch.manual_seed(0)
+    model, x = Scaled().double(), torch.randn(9, 4, dtype=F64)
+
+    def closure() -> tuple[Tensor, Tensor]:
+        r = model(x) - x[:, :1]
+        return r.square().mean(), r
+
+    return model, closure
+
+
+def joined() -> tuple[nn.Module, Closure]:
+    """One call for two sets of points: rows of the outputs are not those of the layers' inputs."""
+    model, x = mlp(2, 5, 1), torch.rand(11, 2, dtype=F64)
+
+    def closure() -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        u = model(x)[:, 0]
+        r, b = u[:8] - 1, 2 * u[8:]
+        return r.square().mean() + b.square().mean(), (r, b)
+
+    return model, closure
+
+
+@pytest.mark.parametrize(
+    ("problem", "together"), [(pinn, True), (classifier, True), (sequence, True), (scaled, False), (joined, False)]
+)
+def test_all_rows_are_the_gauss_newton_matrix(problem: Callable[[], tuple[nn.Module, Closure]], together: bool) -> None:
+    model, closure = problem()
+    G, g = dense(model, closure)
+    sketcher = Sketcher(10_000)
+    J, rho = sketcher.draw(objective_of(model, closure), [Microbatch(None, None)], (0,))
+    torch.testing.assert_close(J.T @ J, G)
+    torch.testing.assert_close(J.T @ rho, g)
+    assert sketcher.together == together
+
+
+@pytest.mark.parametrize("problem", [pinn, classifier, joined])
+def test_some_rows_are_unbiased(problem: Callable[[], tuple[nn.Module, Closure]]) -> None:
+    model, closure = problem()
+    G, g = dense(model, closure)
+    objective, sketcher = objective_of(model, closure), Sketcher(9)
+    draws = [sketcher.draw(objective, [Microbatch(None, None)], (0, i)) for i in range(600)]
+    assert all(len(rho) <= 15 for _, rho in draws)
+    mean = torch.stack([J.T @ J for J, _ in draws]).mean(0)
+    assert float((mean - G).norm() / G.norm()) < 0.1
+    assert float((torch.stack([J.T @ rho for J, rho in draws]).mean(0) - g).norm() / g.norm()) < 0.3
+
+
+def test_wide_outputs_take_one_random_combination_each() -> None:
+    model, x, y = mlp(3, 4, 40), torch.randn(10, 3, dtype=F64), torch.rand(10, 40, dtype=F64)
+
+    def closure() -> tuple[Tensor, Tensor]:
+        z = model(x)
+        return nn.functional.binary_cross_entropy_with_logits(z, y), z
+
+    G, _ = dense(model, closure)
+    objective, sketcher = objective_of(model, closure), Sketcher(10)
+    draws = [sketcher.draw(objective, [Microbatch(None, None)], (0, i))[0] for i in range(400)]
+    assert {len(J) for J in draws} == {10}
+    mean = torch.stack([J.T @ J for J in draws]).mean(0)
+    assert float((mean - G).norm() / G.norm()) < 0.15
+
+
+def test_micro_batches_are_weighted_as_their_means_are() -> None:
+    model = mlp(3, 4, 1)
+    x = torch.randn(30, 3, dtype=F64)
+
+    def closure(batch: Tensor) -> tuple[Tensor, Tensor]:
+        r = model(batch) - batch[:, :1]
+        return r.square().mean(), r
+
+    G, g = dense(model, lambda: closure(x))
+    parameters = ParameterVector([{"params": list(model.parameters()), "weight_decay": 0.0}])
+    batches = [Microbatch(x[:20], 20), Microbatch(x[20:], 10, position=20)]
+    J, rho = Sketcher(1000).draw(Objective(closure, parameters, SingleProcess()), batches, (0,))
+    torch.testing.assert_close(J.T @ J, G)
+    torch.testing.assert_close(J.T @ rho, g)
+
+
+def test_losses_that_couple_rows_are_refused() -> None:
+    model, x = mlp(2, 4, 1), torch.rand(8, 2, dtype=F64)
+
+    def closure() -> tuple[Tensor, Tensor]:
+        z = model(x)
+        return z.square().mean().sqrt(), z
+
+    with pytest.raises(ValueError, match=r"couples rows of the outputs.*Use basis='krylov'"):
+        KSD(model.parameters(), basis="rational").step(closure)
+
+
+def test_a_linear_term_has_no_rows() -> None:
+    z = torch.randn(5, 2, dtype=F64, requires_grad=True)
+    (delta,) = torch.autograd.grad(z.sum(), z, create_graph=True)
+    roots = output_roots(z, delta, torch.arange(5), torch.Generator())
+    assert not isinstance(roots, str)
+    assert len(roots.u) == 0
+
+
+def test_damped_steps_are_those_of_dense_algebra() -> None:
+    torch.manual_seed(0)
+    J, g, rho = torch.randn(5, 12, dtype=F64), torch.randn(12, dtype=F64), torch.randn(5, dtype=F64)
+    grid = torch.tensor([1e-3, 1.0, 10.0], dtype=F64)
+    steps = damped_steps(J, rho, g, lambda _: grid, SingleProcess())
+    for lam, full, sketched in zip(grid, steps.full, steps.sketched, strict=True):
+        damped = J.T @ J + lam * torch.eye(12, dtype=F64)
+        torch.testing.assert_close(full, -torch.linalg.solve(damped, g))
+        torch.testing.assert_close(sketched, -torch.linalg.solve(damped, J.T @ rho))
+
+
+@pytest.mark.parametrize("low", [0, 3, 4, 8])
+def test_the_climb_finds_the_minimum_of_a_family(low: int) -> None:
+    starts = Starts(torch.arange(9.0, dtype=F64)[None, :, None], torch.logspace(-4, 4, 9, dtype=F64), 0)
+    best, value, tried = climb(starts, lambda c: (float(c) - low) ** 2 - 1, 0.0)
+    assert best == (0, low)
+    assert value == -1
+    assert tried <= abs(low - 4) + 3
+
+
+def test_the_climb_out_of_overflow_and_from_nowhere() -> None:
+    starts = Starts(torch.arange(9.0, dtype=F64)[None, :, None], torch.logspace(-4, 4, 9, dtype=F64), 0)
+    assert climb(starts, lambda c: math.nan if float(c) < 7 else -float(c), 0.0)[0] == (0, 8)
+    assert climb(starts, lambda c: math.inf, 0.0)[0] is None
+    assert climb(starts, lambda c: 1.0, 0.0)[0] is None
+
+
+def builders() -> list[Any]:
+    return [
+        pytest.param(lambda: KrylovBuilder(CURVATURES["ggn"], 6, None), id="krylov"),
+        pytest.param(lambda: RationalBuilder(Rational(rows=10_000, dampings=5), None), id="rational"),
+    ]
+
+
+@pytest.mark.parametrize("make", builders())
+@pytest.mark.parametrize("previous", [False, True])
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_the_contract_of_a_basis(make: Callable[[], Any], previous: bool, decay: float) -> None:
+    """Orthonormal rows that span gradient and previous step, and the curvature among them, decay included."""
+    model, closure = pinn()
+    G, g = dense(model, closure)
+    n = len(g)
+    objective = objective_of(model, closure, decay)
+    theta = objective.point()
+    g = g + decay * theta
+    d_prev = torch.randn(n, dtype=F64) if previous else None
+    subspace = make()(objective, [Microbatch(None, None)], lambda w: w, g.clone(), d_prev, Turn())
+    V = subspace.V.tensor()
+    torch.testing.assert_close(V @ V.T, torch.eye(len(V), dtype=F64))
+    torch.testing.assert_close(subspace.H, V @ (G + decay * torch.eye(n, dtype=F64)) @ V.T)
+    for x in (g, d_prev):
+        if x is not None:
+            torch.testing.assert_close(V.T @ (V @ x), x)
+    assert subspace.orthogonality_error < 1e-12
+    assert torch.equal(objective.point(), theta)
+
+
+@pytest.mark.parametrize("basis", ["krylov", "rational"])
+def test_both_solve_a_quadratic(basis: Any) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(6, 1).double()
+    x, y = torch.randn(40, 6, dtype=F64), torch.randn(40, 1, dtype=F64)
+
+    def closure() -> tuple[Tensor, Tensor]:
+        r = model(x) - y
+        return r.square().mean(), r
+
+    run = KSD(model.parameters(), basis=basis).run(closure, max_steps=10)
+    list(run)
+    design = torch.cat([x, torch.ones(40, 1, dtype=F64)], 1)
+    best = (design @ torch.linalg.lstsq(design, y).solution - y).square().mean().item()
+    assert run.loss == pytest.approx(best, rel=1e-10)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, F64])
+def test_it_trains_and_resumes_bit_for_bit(dtype: torch.dtype) -> None:
+    def problem() -> tuple[nn.Module, Closure]:
+        model = mlp(1, 12, 1).to(dtype)
+        x = torch.linspace(-1, 1, 200, dtype=dtype)[:, None]
+
+        def closure() -> tuple[Tensor, Tensor]:
+            r = model(x) - torch.sin(5 * x)
+            return r.square().mean(), r
+
+        return model, closure
+
+    model, closure = problem()
+    optimizer = KSD(model.parameters(), basis=Rational(rows=60))
+    for _ in range(4):
+        optimizer.step(closure)
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    reports = [optimizer.step(closure) for _ in range(4)]
+    other, again = problem()
+    resumed = KSD(other.parameters(), basis=Rational(rows=60))
+    other.load_state_dict(saved[0])
+    resumed.load_state_dict(saved[1])
+    assert [resumed.step(again).loss for _ in range(4)] == [report.loss for report in reports]
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), other.parameters(), strict=True))
+    assert reports[-1].loss < 5e-3
+
+
+def test_with_sets() -> None:
+    torch.manual_seed(0)
+    model = mlp(4, 8, 2).float()
+    x = torch.randn(600, 4)
+    sets = Subsets((x, (x[:, 0] * x[:, 1] > 0).long()), batch_size=128, fraction=0.3, seed=0)
+
+    def closure(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        logits = model(batch[0])
+        return nn.functional.cross_entropy(logits, batch[1]), logits
+
+    run = KSD(model.parameters(), basis="rational").run(closure, sets, max_steps=10)
+    losses = [report.loss for report in run]
+    assert losses[0] > 0.6
+    assert run.loss < 0.2
+
+
+def test_where_nothing_improves_the_step_says_so_and_stays() -> None:
+    """A loss that is not finite anywhere but here."""
+    model = nn.Linear(2, 1).double()
+    x = torch.rand(8, 2, dtype=F64)
+    here = [p.detach().clone() for p in model.parameters()]
+
+    def closure() -> tuple[Tensor, Tensor]:
+        r = model(x) - 1
+        moved = any(not torch.equal(p.detach(), q) for p, q in zip(model.parameters(), here, strict=True))
+        return r.square().mean() + (math.nan if moved else 0.0), r
+
+    optimizer = KSD(model.parameters(), basis="rational")
+    for _ in range(8):
+        report = optimizer.step(closure)
+        assert report.search_loss_after == report.search_loss_before
+        assert all(torch.equal(p, q) for p, q in zip(model.parameters(), here, strict=True))
+    (damping,) = {optimizer.state[p]["damping"] for p in model.parameters() if "damping" in optimizer.state[p]}
+    assert math.isfinite(damping)
+
+
+def test_the_damping_is_bounded_however_long_a_run_fails() -> None:
+    builder = RationalBuilder(Rational(), None)
+    assert float(builder._grid(2.0, 1e300).max()) <= 2.0 * 1e2 * 3.0**4
+    assert float(builder._grid(2.0, 1e-300).min()) >= 2.0 * 1e-12 / 3.0**4
+    assert builder._grid(0.0, None).tolist() == [1.0] * 9
+
+
+def test_memory_that_does_not_fit_is_refused_with_the_remedy() -> None:
+    model, closure = pinn()
+    n = sum(p.numel() for p in model.parameters())
+    with pytest.raises(ValueError, match=rf"takes {400 * n * 8:,} bytes.*Use basis='krylov'"):
+        KSD(model.parameters(), basis="rational", memory_budget=1000).step(closure)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"basis": "cubic"}, "basis='cubic'"),
+        ({"basis": "rational", "curvature": "hessian"}, "curvature='hessian'"),
+    ],
+)
+def test_arguments(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        KSD([nn.Parameter(torch.ones(2))], **arguments)
+
+
+@pytest.mark.parametrize("arguments", [{"rows": 0}, {"ratio": 1.0}, {"polish": -1}, {"dampings": 2.5}])
+def test_settings_out_of_range(arguments: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(arguments))):
+        Rational(**arguments)
+
+
+def test_polishing_is_no_worse_than_the_best_candidate() -> None:
+    reports = []
+    for polish in (0, 10):
+        model, closure = pinn()
+        optimizer = KSD(model.parameters(), basis=Rational(polish=polish), search=Search())
+        reports.append(optimizer.step(closure))
+    assert reports[1].search_loss_after <= reports[0].search_loss_after
+    assert reports[1].inner_iterations > reports[0].inner_iterations == 0
