@@ -1,4 +1,4 @@
-"""The paper's experiments: ``python -m experiments {run,tune,study,table,figure,pca} --help``."""
+"""The paper's experiments: ``python -m experiments {run,tune,study,table,figure,pca,pinn} --help``."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
+
+from experiments.pinn.commands import Pinn
+from experiments.pinn.commands import execute as _pinn
 
 RESULTS = Path("results")
 MARKS = ("<!-- table -->", "<!-- /table -->")
@@ -183,18 +186,14 @@ def _study(options: Study) -> None:
 
 
 def _table(options: Table) -> None:
+    from experiments.pages import put
     from experiments.table import table
 
     text = table(options.results)
     if options.into is None:
         sys.stdout.write(text + "\n")
-        return
-    page = options.into.read_text()
-    before, found, rest = page.partition(MARKS[0])
-    after = rest.partition(MARKS[1])
-    if not found or not after[1]:
-        raise ValueError(f"{options.into} lacks the lines {MARKS[0]} and {MARKS[1]}: write them where the table goes.")
-    options.into.write_text(f"{before}{MARKS[0]}\n\n{text.strip()}\n\n{MARKS[1]}{after[2]}")
+    else:
+        put(text, options.into, MARKS)
 
 
 def _figure(options: Figure) -> None:
@@ -223,6 +222,7 @@ _COMMANDS: dict[type, Callable[[Any], None]] = {
     Table: _table,
     Figure: _figure,
     Pca: _pca,
+    Pinn: _pinn,
 }
 
 Command = (
@@ -232,6 +232,7 @@ Command = (
     | Annotated[Table, tyro.conf.subcommand("table")]
     | Annotated[Figure, tyro.conf.subcommand("figure")]
     | Annotated[Pca, tyro.conf.subcommand("pca")]
+    | Annotated[Pinn, tyro.conf.subcommand("pinn")]
 )
 
 

@@ -106,7 +106,7 @@ ALLOWED: dict[str, set[str]] = {
         "stepping",
         "walk",
     },
-    "state": {"distributed", "distributed.sharded", "ksd", "parameters"},
+    "state": {"basis", "distributed", "distributed.sharded", "ksd", "parameters"},
     "base": {
         "compiled",
         "data",

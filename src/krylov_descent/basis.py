@@ -39,19 +39,49 @@ class Subspace:
     finite: bool = True
 
 
-@dataclass(frozen=True, eq=False)
-class Starts:
-    """Families of points along a grid of dampings; along a family, the loss is expected to have one minimum.
+@dataclass(frozen=True)
+class Carry:
+    """What a builder that adapts hands to itself at the next step: plain numbers, which a state can hold.
 
     Attributes:
-        coefficients: [families, l, m], of each point in the rows of V.
-        dampings: [l], ascending; the search looks at the middle first, and from there downhill.
-        polish: BFGS iterations from the best of them; all that the search allows where none is better than zero.
+        damping: λ of the flow.
+        length: η, of the last piece of it that was followed.
+        scale: what makes a direction of the last step, 1/η; 0 if that step was not along the flow.
+        damped: λ of the last damped step.
     """
 
-    coefficients: Tensor
-    dampings: Tensor
-    polish: int
+    damping: float
+    length: float
+    scale: float
+    damped: float
+
+
+@dataclass(frozen=True, eq=False)
+class Family:
+    """Points in a row, along which the loss is expected to have one minimum.
+
+    Attributes:
+        points: [l, m], coefficients in the rows of V; towards the end they are nearer to zero.
+        first: the one to look at first.
+        then: for each point, what is carried to the next step if it is taken.
+    """
+
+    points: Tensor
+    first: int
+    then: tuple[Carry, ...]
+
+
+@dataclass(frozen=True)
+class Starts:
+    """Points at which the search may begin.
+
+    Attributes:
+        families: in the order in which they are asked; the first that has a better point than zero is taken.
+        otherwise: what is carried to the next step if none has.
+    """
+
+    families: tuple[Family, ...]
+    otherwise: Carry
 
 
 @dataclass(frozen=True)
@@ -60,12 +90,12 @@ class Turn:
 
     Attributes:
         seed, iteration: key what is random.
-        damping: the one that was best at the last step, or None.
+        carry: from the last step, or None.
     """
 
     seed: int = 0
     iteration: int = 0
-    damping: float | None = None
+    carry: Carry | None = None
 
 
 def krylov_basis(
@@ -121,20 +151,30 @@ def krylov_basis(
 
 
 def spanned_basis(
-    product: Callable[[Tensor], Tensor], vectors: Iterable[Tensor], V: Rows, rows: int, comm: Comm
+    curvature: Callable[[Rows], Tensor], vectors: Iterable[Tensor], V: Rows, rows: int, comm: Comm
 ) -> Subspace:
-    """An orthonormal basis of given vectors, and the curvature within it; what the basis spans already is left out."""
-    basis = _Basis(V, rows, product, comm)
+    """An orthonormal basis of given vectors; what it spans already, or is not finite, is left out.
+
+    Args:
+        curvature: V → H̄, all of it at once.
+        vectors: one of them at least neither zero nor infinite.
+        V: room for ``rows`` rows; those in it are dropped.
+        rows: at most so many are kept.
+        comm: completes inner products.
+    """
+    basis = _Basis(V, rows, None, comm)
     for u in vectors:
         if V.m < rows and basis.normalise(u):
-            basis.multiply()
+            V.m += 1
+    H = curvature(V).to("cpu", torch.float64)
+    basis.H[: V.m, : V.m] = (H + H.T) / 2
     return basis.subspace(V.m)
 
 
 class _Basis:
     """The rows gathered so far, and H̄ among them."""
 
-    def __init__(self, V: Rows, rows: int, product: Callable[[Tensor], Tensor], comm: Comm) -> None:
+    def __init__(self, V: Rows, rows: int, product: Callable[[Tensor], Tensor] | None, comm: Comm) -> None:
         self.V = V
         V.m = 0
         self.started = False
@@ -168,6 +208,7 @@ class _Basis:
     def multiply(self) -> Tensor | None:
         """Take the product w of the next row, fill H̄'s row and keep both; None, and neither, if w is not finite."""
         k = self.V.m
+        assert self._product is not None
         w = self._product(self._staged)  # line 4
         self.V.m = k + 1
         h = inner(self._comm, len(w), lambda piece: self.V.dots(w, piece)).to(

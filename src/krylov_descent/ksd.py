@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from krylov_descent.acceptance import better_before
-from krylov_descent.basis import Subspace, Turn, length
+from krylov_descent.basis import Carry, Subspace, Turn, length
 from krylov_descent.data import Microbatch
 from krylov_descent.distributed import RankError, added, together
 from krylov_descent.objective import BatchLosses, Objective, relative_noise
@@ -78,7 +78,7 @@ class Memory:
         accepted: the point [P_local] from which it was taken, or None if there is nothing to go back to.
         accepted_loss: f on A there.
         search_growth: how often C was doubled.
-        damping: that of the last step, where the basis has one.
+        carry: for the builder, where it adapts.
     """
 
     iteration: int
@@ -87,7 +87,7 @@ class Memory:
     accepted: Tensor | None = None
     accepted_loss: float = math.inf
     search_growth: int = 0
-    damping: float | None = None
+    carry: Carry | None = None
 
 
 def ksd_step(
@@ -182,7 +182,7 @@ def _descend(
             d_prev = None
         g = g.clone() if known else g  # the builder may write over it
         together(comm, lambda: len(draw.b))  # load it
-        turn = Turn(memory.seed, memory.iteration, memory.damping)
+        turn = Turn(memory.seed, memory.iteration, memory.carry)
         subspace = settings.builder(objective, draw.b, on_A.precondition or (lambda w: w), g, d_prev, turn)  # line 6
         if not subspace.finite:
             notes.append("A curvature product was not finite; the directions it concerns were left out.")
@@ -233,7 +233,7 @@ def _descend(
         d_prev=d,
         accepted=here if keep else None,
         accepted_loss=losses.mean if keep else math.inf,
-        damping=memory.damping if found.damping is None else found.damping,
+        carry=found.carry or memory.carry,
     )
 
 

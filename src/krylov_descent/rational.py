@@ -1,14 +1,24 @@
-"""A rational basis: damped Gauss–Newton steps of all dampings at once, from a sketch of the curvature.
+"""A rational basis: steps (H + λ)⁻¹g in place of polynomials in H, from a sketch of the curvature.
 
-Letters: J [m, P] sketch, ρ [m], g [P] gradient, K = JJᵀ = QEQᵀ [m, m], λ dampings [l], d steps [l, P]. P stands for
-this rank's part of the parameters; ``inner`` completes inner products.
+Letters: J [m, P] sketch, ρ [m] with Jᵀρ its part of the gradient, g [P] gradient, K = JJᵀ = QEQᵀ [m, m], λ damping,
+φ [P] the flow's direction, μ momentum, η length of a step along it, c weight decay. P stands for this rank's part of
+the parameters; ``inner`` completes inner products.
 
-Deviation from the paper: its subspace is span{(D⁻¹H)^k D⁻¹g}, polynomials in the curvature; this one is spanned by
-(H + λ)⁻¹g for many λ, which is what the paper's argument wants to search over.
+Deviations from the paper:
 
-(JᵀJ + λ)⁻¹ by Woodbury: a step for every λ costs one product by Jᵀ after one factorisation of K.
-- "full" steps −(g − JᵀQ(E+λ)⁻¹QᵀJg)/λ: the whole gradient, the curvature of the sketch;
-- "sketched" steps −JᵀQ(E+λ)⁻¹Qᵀρ: both of the sketch, the Levenberg–Marquardt step of its rows.
+1. Its subspace is span{(D⁻¹H)^k D⁻¹g}; this one is spanned by (H + λ)⁻¹g and needs no D. By Woodbury, a step costs
+   one product by Jᵀ after one factorisation of K.
+2. The search begins at the best of some candidates, and goes on only where none is better than staying.
+
+Two families of candidates:
+
+- The flow, ηφ with φ = argmin ‖Jφ + ρ‖² + λ‖φ − μφ_prev‖²: a Gauss–Newton direction of all rows that were drawn in the
+  last 1/(1 − μ) steps or so, of which only a short piece is followed. All residuals then shrink alike, whatever their
+  curvature, where steps that lower the loss as much as they can satisfy the stiff ones first and end in a valley.
+- Damped steps −(JᵀJ + λ)⁻¹g for a grid of λ, for when the flow leads nowhere: the whole gradient, so that enough
+  damping always descends.
+
+λ of the flow follows η: larger where only very short pieces lower the loss, smaller where long ones do.
 """
 
 from __future__ import annotations
@@ -21,47 +31,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from krylov_descent.basis import Starts, Subspace, Turn, spanned_basis
+from krylov_descent.basis import Carry, Family, Starts, Subspace, Turn, spanned_basis
 from krylov_descent.data import Microbatch
 from krylov_descent.distributed import Comm, inner
 from krylov_descent.objective import Objective
 from krylov_descent.rows import Rows
 from krylov_descent.sketch import Sketcher
 
-_FIRST = 1e-3  # damping of the first step, relative to the largest eigenvalue
+_FIRST, _LEAST, _MOST = 1e-6, 1e-14, 1e-5  # λ of the flow, relative to the trace of K: at first, and its bounds
+_SLOW = 2  # λ changes by this factor where the length is not
+_WANTED = 2.0**-7  # within a factor of two
+_SHORTEST, _LONGEST = 2.0**-14, 2.0
+_LENGTHS = 5  # halvings and doublings of the last length that are looked at, at most
 
-
-@dataclass(frozen=True, eq=False)
-class Steps:
-    """Candidates.
-
-    Attributes:
-        full, sketched: [l, P].
-        dampings: [l].
-    """
-
-    full: Tensor
-    sketched: Tensor
-    dampings: Tensor
-
-
-def damped_steps(J: Tensor, rho: Tensor, g: Tensor, dampings: Callable[[float], Tensor], comm: Comm) -> Steps:
-    """Steps for a grid of dampings, which is chosen knowing the largest eigenvalue of K."""
-    P = J.shape[1]
-    K = inner(comm, P, lambda piece: J[:, piece] @ J[:, piece].T).double()
-    E, Q = torch.linalg.eigh(K)
-    E = E.clamp(min=0)
-    lam = dampings(float(E[-1]) if len(E) else 0.0).to(E)
-    Jg = inner(comm, P, lambda piece: J[:, piece] @ g[piece]).double()
-    through = Q @ ((Q.T @ Jg)[:, None] / (E[:, None] + lam))  # [m, l]
-    full = -(g - _combine(through.T, J, comm)) / lam[:, None].to(J.dtype)
-    sketched = -_combine((Q @ ((Q.T @ rho.double())[:, None] / (E[:, None] + lam))).T, J, comm)
-    return Steps(full, sketched, lam)
-
-
-def _combine(c: Tensor, J: Tensor, comm: Comm) -> Tensor:
-    """cJ [l, P], share by share: how a product rounds depends on its shape, which must not on the number of ranks."""
-    return torch.cat([c.to(J.dtype) @ piece for piece in J.tensor_split(comm.shares, dim=1)], dim=1)
+_DAMPED, _RATIO = 9, 3.0  # damped steps: dampings, and the factor between them
+_FIRST_DAMPED, _LEAST_DAMPED, _MOST_DAMPED = 1e-3, 1e-12, 1e2
 
 
 @dataclass(frozen=True)
@@ -70,10 +54,7 @@ class Rational:
 
     Args:
         rows: m, rows of the sketch: more cost O(m²n + m³) and memory m·n, fewer see less of the curvature.
-        dampings: of the grid, around the one that was best at the last step.
-        ratio: between neighbours of the grid.
-        polish: BFGS iterations in the span of all candidates, from the best of them; the whole search is made in any
-            case where no candidate is better than staying.
+        momentum: μ, how much of the last direction is kept where the rows drawn now say nothing.
 
     Example:
         >>> from krylov_descent import KSD, Rational
@@ -81,21 +62,89 @@ class Rational:
     """
 
     rows: int = 400
-    dampings: int = 9
-    ratio: float = 3.0
-    polish: int = 0
+    momentum: float = 0.9
 
     def __post_init__(self) -> None:
-        for name, least in (("rows", 1), ("dampings", 1), ("polish", 0)):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < least:
-                raise ValueError(f"Rational({name}={value!r}): must be a whole number ≥ {least}.")
-        if not 1 < self.ratio < math.inf:
-            raise ValueError(f"Rational(ratio={self.ratio!r}): must be a number above 1.")
+        if not isinstance(self.rows, int) or self.rows < 1:
+            raise ValueError(f"Rational(rows={self.rows!r}): must be a whole number ≥ 1.")
+        if not 0 <= self.momentum < 1:
+            raise ValueError(f"Rational(momentum={self.momentum!r}): must be a number in [0, 1).")
+
+
+class Factored:
+    """JᵀJ, ready for any damping.
+
+    Attributes:
+        trace: of JᵀJ.
+    """
+
+    def __init__(self, J: Tensor, comm: Comm) -> None:
+        self._J, self._comm = J, comm
+        # In float64, or the small eigenvalues of K, which matter, would be rounding of the large ones.
+        K = inner(comm, J.shape[1], lambda piece: _gram(J[:, piece].double()))
+        E, self._Q = torch.linalg.eigh(K)
+        self._E = E.clamp(min=0)
+        self.trace = float(self._E.sum())
+
+    def solved(self, x: Tensor, lam: Tensor) -> Tensor:
+        """Jᵀ(K + λ)⁻¹x [l, P] for every λ."""
+        c = (self._Q @ ((self._Q.T @ x.double())[:, None] / (self._E[:, None] + lam.to(self._E)))).T
+        # Share by share: how a product rounds depends on its shape, which must not depend on the number of ranks.
+        pieces = self._J.tensor_split(self._comm.shares, dim=1)
+        return torch.cat([c.to(piece.dtype) @ piece for piece in pieces], dim=1)
+
+    def unseen(self, v: Tensor, lam: Tensor) -> Tensor:
+        """λ(JᵀJ + λ)⁻¹v = v − Jᵀ(K + λ)⁻¹Jv [l, P]: what the curvature leaves of v."""
+        return v - self.solved(inner(self._comm, len(v), lambda piece: self._J[:, piece] @ v[piece]), lam)
+
+
+def _gram(J: Tensor) -> Tensor:
+    return J @ J.T
+
+
+def flow_direction(sketch: Factored, rho: Tensor, carried: Tensor | None, lam: Tensor) -> Tensor:
+    """φ [P] = argmin ‖Jφ + ρ‖² + λ‖φ − carried‖²; λ [1]."""
+    phi = -sketch.solved(rho, lam)
+    return (phi if carried is None else phi + sketch.unseen(carried, lam))[0]
+
+
+def damped_steps(sketch: Factored, g: Tensor, lam: Tensor) -> Tensor:
+    """−(JᵀJ + λ)⁻¹g [l, P]."""
+    return -sketch.unseen(g, lam) / lam[:, None].to(g)
+
+
+def reduced_curvature(J: Tensor, V: Rows, objective: Objective) -> Tensor:
+    """H̄ = (JVᵀ)ᵀJVᵀ and the decay's part, float64 [r, r] for the r rows of V."""
+    comm, rows = objective.comm, V.tensor()
+    JV = inner(comm, J.shape[1], lambda piece: J[:, piece] @ rows[:, piece].T).double()
+    H = JV.T @ JV
+    if any(objective.parameters.decay):
+        for i, v in enumerate(rows):
+            w = torch.zeros_like(v)
+            objective.add_decay(w, v)
+            H[i] += inner(comm, len(w), lambda piece, w=w: V.dots(w, piece))  # type: ignore[misc]
+    return H
+
+
+def finite_rows(J: Tensor, rho: Tensor, comm: Comm) -> tuple[Tensor, Tensor]:
+    """Those whose size is finite, on every rank."""
+    sizes = inner(comm, J.shape[1], lambda piece: J[:, piece].square().sum(1))
+    keep = sizes.isfinite() & rho.isfinite()
+    return (J, rho) if bool(keep.all()) else (J[keep], rho[keep])
+
+
+def new_damping(damping: float, length: float) -> float:
+    """λ of the next step's flow, after a step of length η.
+
+    Example:
+        >>> new_damping(1.0, 2.0**-9), new_damping(1.0, 2.0**-7), new_damping(1.0, 0.5)
+        (2.0, 1.0, 0.5)
+    """
+    return damping * _SLOW if length < _WANTED / 2 else damping / _SLOW if length > 2 * _WANTED else damping
 
 
 class RationalBuilder:
-    """Builds the span of damped steps, the gradient and the previous step."""
+    """Builds the span of the flow's direction, damped steps, the gradient and the previous step."""
 
     announced = True  # nothing is done in parts
 
@@ -113,39 +162,61 @@ class RationalBuilder:
         d_prev: Tensor | None,
         turn: Turn,
     ) -> Subspace:
-        """Damped steps for a grid of dampings around that of the last step; ``precondition`` is not used."""
+        """The subspace and where to begin in it; ``precondition`` is not used."""
         comm = objective.comm
-        J, rho = self._sketcher.draw(objective, batches, (turn.seed, turn.iteration))
-        steps = damped_steps(J, rho, g, lambda largest: self._grid(largest, turn.damping), comm)
-        candidates = [*steps.full, *steps.sketched]
-        vectors = [v for v in (*candidates, g, d_prev) if v is not None]
+        drawn = self._sketcher.draw(objective, batches, (turn.seed, turn.iteration))
+        J, rho = finite_rows(*drawn, comm)
+        sketch = Factored(J, comm)
+        carry = self._bounded(sketch.trace, turn.carry)
+        phi = self._flow(objective, sketch, rho, d_prev, carry)
+        dampings = carry.damped * _RATIO ** (torch.arange(_DAMPED, dtype=torch.float64, device="cpu") - _DAMPED // 2)
+        damped = damped_steps(sketch, g, dampings)
+        vectors = [v for v in (phi, *damped, g, d_prev) if v is not None]
         room = min(len(vectors), objective.parameters.count)
         if self._V is None or not self._V.holds(room, g):
             self._V = Rows(room, g)
         V = self._V
-
-        def product(v: Tensor) -> Tensor:
-            w = J.T @ inner(comm, len(v), lambda piece: J[:, piece] @ v[piece])
-            objective.add_decay(w, v)
-            return w
-
-        subspace = spanned_basis(product, vectors, V, room, comm)
+        subspace = spanned_basis(lambda V: reduced_curvature(J, V, objective), vectors, V, room, comm)
 
         def in_basis(d: Tensor) -> Tensor:
             c = inner(comm, len(d), lambda piece: V.dots(d, piece)).to("cpu", torch.float64)
             return c if bool(c.isfinite().all()) else torch.zeros_like(c)
 
-        coefficients = torch.stack([in_basis(d) for d in candidates]).view(2, -1, V.m)
-        return replace(subspace, starts=Starts(coefficients, steps.dampings.cpu(), self._options.polish))
+        lengths = _lengths(carry.length)
+        lost = Carry(min(carry.damping * _SLOW, _MOST * sketch.trace), min(lengths), 0.0, carry.damped)
+        flow = Family(
+            torch.stack([eta * in_basis(phi) for eta in lengths]),
+            lengths.index(carry.length),
+            tuple(Carry(new_damping(carry.damping, eta), eta, 1 / eta, carry.damped) for eta in lengths),
+        )
+        rescue = Family(
+            torch.stack([in_basis(d) for d in damped]),
+            _DAMPED // 2,
+            tuple(replace(lost, damped=lam) for lam in dampings.tolist()),
+        )
+        starts = Starts((flow, rescue), replace(lost, damped=float(dampings[-1])))
+        return replace(subspace, starts=starts, finite=subspace.finite and len(J) == len(drawn[0]))
 
-    def _grid(self, largest: float, damping: float | None) -> Tensor:
-        """Around the last step's, and within what the curvature can feel: λ far above it only shortens steps."""
-        count = self._options.dampings
-        if not 0 < largest < math.inf:
-            return torch.ones(count, dtype=torch.float64, device="cpu")
-        centre = min(max(_FIRST * largest if damping is None else damping, 1e-12 * largest), 1e2 * largest)
-        exponents = torch.arange(count, dtype=torch.float64, device="cpu") - count // 2
-        return centre * self._options.ratio**exponents
+    def _flow(self, objective: Objective, sketch: Factored, rho: Tensor, d_prev: Tensor | None, carry: Carry) -> Tensor:
+        """φ, with the decay as curvature c and residual cθ: (JᵀJ + λ + c)φ = −Jᵀρ − cθ + λμφ_prev."""
+        lam, c = carry.damping, max(objective.parameters.decay, default=0.0)
+        carried = None if d_prev is None or not carry.scale else d_prev * (carry.scale * self._options.momentum)
+        if c:
+            decay = torch.zeros_like(objective.point())
+            objective.add_decay(decay)
+            carried = -decay / (lam + c) if carried is None else (lam * carried - decay) / (lam + c)
+        return flow_direction(sketch, rho, carried, torch.tensor([lam + c], dtype=torch.float64, device="cpu"))
+
+    @staticmethod
+    def _bounded(trace: float, carry: Carry | None) -> Carry:
+        """What is remembered, within what this curvature can feel."""
+        if not 0 < trace < math.inf:
+            return Carry(1.0, _WANTED, 0.0, 1.0)
+        if carry is None:
+            return Carry(_FIRST * trace, 0.5, 0.0, _FIRST_DAMPED * trace)
+        damping = min(max(carry.damping, _LEAST * trace), _MOST * trace)
+        damped = min(max(carry.damped, _LEAST_DAMPED * trace), _MOST_DAMPED * trace)
+        return replace(carry, damping=damping, damped=damped)
 
     @property
     def rows(self) -> Rows | None:
@@ -173,3 +244,9 @@ class RationalBuilder:
     def __getstate__(self) -> dict[str, Any]:
         # A copy of an optimizer needs no copy of its workspace, and is of other parameters.
         return {**self.__dict__, "_V": None, "_sketcher": Sketcher(self._options.rows)}
+
+
+def _lengths(length: float) -> list[float]:
+    """Halvings and doublings of a length, longest first."""
+    tried = (length * 2.0**-k for k in range(-_LENGTHS, _LENGTHS + 1))
+    return [eta for eta in tried if _SHORTEST <= eta <= _LONGEST]

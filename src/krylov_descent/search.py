@@ -14,7 +14,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from krylov_descent.basis import Starts, Subspace
+from krylov_descent.basis import Carry, Family, Starts, Subspace
 from krylov_descent.bfgs import bfgs_on_lines
 from krylov_descent.distributed import Comm, inner
 from krylov_descent.report import StopReason
@@ -68,7 +68,7 @@ class Found:
         d: the step [P_local], or None if no better point than the start was found.
         before, after: f on C at the start of the search and at its end.
         coefficients: of d in the rows of V.
-        damping: for the next step's starts, if this one had any.
+        carry: for the next step's builder, if this one had starts.
     """
 
     d: Tensor | None
@@ -78,7 +78,7 @@ class Found:
     evaluations: int
     stop_reason: StopReason
     coefficients: tuple[float, ...] = ()
-    damping: float | None = None
+    carry: Carry | None = None
 
 
 def whiten(H: Tensor, floor: float, negative: str = "floor") -> Tensor:
@@ -154,11 +154,11 @@ class _Subspace:
         iterations: int,
         evaluations: int,
         reason: StopReason,
-        damping: float | None,
+        carry: Carry | None,
     ) -> Found:
         """Line 12: the step of a."""
         d = self.step(a) if bool((a != 0).any()) else None
-        return Found(d, before, after, iterations, evaluations, reason, tuple(self.coefficients(a).tolist()), damping)
+        return Found(d, before, after, iterations, evaluations, reason, tuple(self.coefficients(a).tolist()), carry)
 
     def begin(self, x: Tensor, p: Tensor) -> None:
         self._walk.begin(self.step(p), moved=not torch.equal(x, self._a))
@@ -171,34 +171,33 @@ class _Subspace:
         return self.project(self._walk.gradient())
 
 
-def climb(starts: Starts, value: Callable[[Tensor], float], before: float) -> tuple[tuple[int, int] | None, float, int]:
-    """The best of the starts, if it is better than ``before``, the loss there, and how many were looked at.
+def best_start(starts: Starts, value: Callable[[Tensor], float], before: float) -> tuple[Tensor, Carry, float] | None:
+    """The best point of the first family that has one below ``before``, what is carried from it, and the loss there."""
+    for family in starts.families:
+        i, lowest = climb(family, value)
+        if lowest < before:
+            return family.points[i], family.then[i], lowest
+    return None
 
-    In each family the middle first, and from there as far as the loss falls: first to more damping, then to less.
-    """
-    best, lowest, tried = None, before, 0
-    families, length = starts.coefficients.shape[:2]
-    for family in range(families):
-        seen: dict[int, float] = {}
 
-        def at(i: int, family: int = family, seen: dict[int, float] = seen) -> float:
-            nonlocal tried
-            if not 0 <= i < length:
-                return math.inf
-            if i not in seen:
-                tried += 1
-                v = value(starts.coefficients[family, i])
-                seen[i] = v if math.isfinite(v) else math.inf
-            return seen[i]
+def climb(family: Family, value: Callable[[Tensor], float]) -> tuple[int, float]:
+    """From the point to look at first as far as the loss falls: towards zero, or else away from it."""
+    seen: dict[int, float] = {}
 
-        i = length // 2
-        while i + 1 < length and (at(i + 1) < at(i) or math.isinf(at(i))):  # too little damping may overflow
-            i += 1
-        while at(i - 1) < at(i):
-            i -= 1
-        if at(i) < lowest:
-            best, lowest = (family, i), at(i)
-    return best, lowest, tried
+    def at(i: int) -> float:
+        if not 0 <= i < len(family.points):
+            return math.inf
+        if i not in seen:
+            v = value(family.points[i])
+            seen[i] = v if math.isfinite(v) else math.inf
+        return seen[i]
+
+    i = family.first
+    while i + 1 < len(family.points) and (at(i + 1) < at(i) or math.isinf(at(i))):  # a long step may overflow
+        i += 1
+    while i <= family.first and at(i - 1) < at(i):
+        i -= 1
+    return i, at(i)
 
 
 def search_subspace(
@@ -227,29 +226,27 @@ def search_subspace(
     first = int(at_zero is None)
     start = before, lines.project(g)
     del g, at_zero
-    iterations, damping = options.iterations, None
+    carry = None
     if subspace.starts is not None:
-        starts = subspace.starts
-        best, lowest, tried = climb(starts, lambda c: walk.value(lines.combine(c)), before)
-        first += tried
-        damping = float(starts.dampings[-1 if best is None else best[1]])
-        if best is not None:
-            offered = C.T @ starts.coefficients[best]
-            if starts.polish == 0:
-                return lines.found(offered, before, lowest, 0, first, StopReason.CONVERGED, damping)
-            lines.begin(a0, offered)
-            value, _ = lines.at(1.0)
+
+        def value(c: Tensor) -> float:
+            nonlocal first
             first += 1
-            if value < before:
-                a0, start, iterations = offered, (value, lines.gradient()), min(iterations, starts.polish)
+            return walk.value(lines.combine(c))
+
+        best = best_start(subspace.starts, value, before)
+        if best is not None:
+            point, carry, lowest = best
+            return lines.found(C.T @ point, before, lowest, 0, first, StopReason.CONVERGED, carry)
+        carry = subspace.starts.otherwise
     result = bfgs_on_lines(  # line 11
         lines,
         a0,
         start,
-        max_iterations=iterations,
+        max_iterations=options.iterations,
         max_evaluations=max(1, options.evaluations - first),
         tolerance=noise if options.tolerance is None else options.tolerance,
         noise=noise,
     )
     evaluations = first + result.evaluations
-    return lines.found(result.x, before, result.f, result.iterations, evaluations, result.stop_reason, damping)
+    return lines.found(result.x, before, result.f, result.iterations, evaluations, result.stop_reason, carry)

@@ -7,11 +7,13 @@ torch.save → torch.load(weights_only=True) → load_state_dict.
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping
+from dataclasses import asdict, fields
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from krylov_descent.basis import Carry
 from krylov_descent.distributed import Comm, part_length
 from krylov_descent.distributed.sharded import is_sharded
 from krylov_descent.ksd import Memory
@@ -20,7 +22,8 @@ from krylov_descent.parameters import ParameterVector
 State = MutableMapping[Tensor, Any]
 
 _VECTORS = ("d_prev", "accepted")
-_NUMBERS = ("iteration", "seed", "accepted_loss", "search_growth", "damping")
+_NUMBERS = ("iteration", "seed", "accepted_loss", "search_growth")
+_CARRIED = tuple(field.name for field in fields(Carry))
 
 
 def read_memory(state: State, first: Tensor, parameters: ParameterVector, seed: int, comm: Comm) -> Memory:
@@ -48,7 +51,7 @@ def read_memory(state: State, first: Tensor, parameters: ParameterVector, seed: 
             f"rank {own[0]} of {own[1]} with {own[2]:,}. A state_dict holds one rank's part: to go on with other ranks "
             "or parameters, save and load by krylov_descent.distributed.checkpoint."
         )
-    return memory_of(vectors, {key: numbers[key] for key in _NUMBERS if key in numbers})
+    return memory_of(vectors, {key: numbers[key] for key in (*_NUMBERS, *_CARRIED) if key in numbers})
 
 
 def write_memory(state: State, first: Tensor, parameters: ParameterVector, memory: Memory, comm: Comm) -> None:
@@ -69,7 +72,7 @@ def write_memory(state: State, first: Tensor, parameters: ParameterVector, memor
 def memory_parts(memory: Memory) -> tuple[dict[str, Tensor | None], dict[str, int | float]]:
     """Its vectors and its numbers, by name."""
     numbers = {key: getattr(memory, key) for key in _NUMBERS}
-    return {key: getattr(memory, key) for key in _VECTORS}, {k: x for k, x in numbers.items() if x is not None}
+    return {key: getattr(memory, key) for key in _VECTORS}, numbers | (asdict(memory.carry) if memory.carry else {})
 
 
 def memory_of(vectors: Mapping[str, Tensor | None], numbers: Mapping[str, int | float]) -> Memory:
@@ -81,7 +84,7 @@ def memory_of(vectors: Mapping[str, Tensor | None], numbers: Mapping[str, int | 
         accepted=vectors.get("accepted"),
         accepted_loss=float(numbers["accepted_loss"]),
         search_growth=int(numbers["search_growth"]),
-        damping=float(numbers["damping"]) if "damping" in numbers else None,
+        carry=Carry(**{key: float(numbers[key]) for key in _CARRIED}) if _CARRIED[0] in numbers else None,
     )
 
 

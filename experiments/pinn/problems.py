@@ -1,0 +1,173 @@
+"""A problem of the study: an equation, a network, training points, and what is measured.
+
+Loss: Σ over terms of mean(z²), z = √weight · residual; interior terms have weight 1, boundary and initial terms 100.
+Every term has points of its own, and no two terms have as many. Error: ‖u − u*‖ / ‖u*‖ over the test points, u* the
+exact solution in float64: a grid that contains the boundary, or in five dimensions 10,000 Sobol points.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from experiments.pinn import networks
+from experiments.pinn import points as places
+from experiments.pinn.equations import EQUATIONS, Equation
+
+PROBLEMS: tuple[str, ...] = tuple(EQUATIONS)
+_TEST_POINTS = 10_000  # where there are too many dimensions for a grid
+
+Terms = tuple[Tensor, tuple[Tensor, ...]]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Grid:
+    """Two axes of the domain with the fields on them, [n0, n1]; the other coordinates, if any, are at mid-range."""
+
+    names: tuple[str, str]
+    axes: tuple[Tensor, Tensor]
+    exact: Tensor
+    solution: Callable[[], Tensor]  # what the network says
+
+
+@dataclasses.dataclass(eq=False)
+class Problem:
+    """An equation to be solved by training ``model`` on ``closure``.
+
+    Attributes:
+        name: of the equation.
+        model: points [n, d] → u [n].
+        closure: the loss and the weighted residuals z, one 1-D tensor for each term; never calls backward. It works
+            with gradients switched off too, and is cheaper then.
+        error: relative L2 error on the test points.
+        held_out: the loss on points that are never trained on.
+        resample: draw new training points, the same for the same number; 0 has those of the beginning.
+        grid: for pictures.
+    """
+
+    name: str
+    model: nn.Module
+    closure: Callable[[], Terms]
+    error: Callable[[], float]
+    held_out: Callable[[], float]
+    resample: Callable[[int], None]
+    grid: Grid
+
+
+def problem(
+    name: str,
+    *,
+    seed: int,
+    network: str = "3x32",
+    dtype: torch.dtype = torch.float64,
+    points: int | None = None,
+) -> Problem:
+    """The problem of that name; weights and all points come from the seed.
+
+    Args:
+        name: one of PROBLEMS.
+        seed: of weights, training points and held-out points; the test points are the same for all seeds.
+        network: one of ``networks.NETWORKS``.
+        dtype: of weights, points and losses; errors are measured in float64.
+        points: interior training points, if not as many as the network usually gets.
+
+    Raises:
+        ValueError: there is no such problem or network, or points is not positive.
+    """
+    if name not in EQUATIONS:
+        raise ValueError(f"no problem is named {name!r}: choose from {', '.join(PROBLEMS)}")
+    if points is not None and points < 1:
+        raise ValueError(f"points is {points}: it must be at least 1, or None for the network's usual number")
+    equation, size = EQUATIONS[name], networks.size(network)
+    widths = [len(equation.low), *(size.width,) * size.depth, 1]
+    model = networks.Network(widths, equation.low, equation.high, seed, dtype)
+    interior = size.interior if points is None else points
+    train = _Points(equation, interior, size.boundary, dtype, (name, seed, "train"))
+    held_out = _Points(equation, interior, size.boundary, dtype, (name, seed, "held out"))
+    axes, nodes, exact = _plane(name)
+
+    @torch.no_grad()
+    def solution() -> Tensor:
+        return _values(model, nodes).view(equation.grid)
+
+    return Problem(
+        name,
+        model,
+        closure=functools.partial(_terms, equation, model, train),
+        error=functools.partial(_error, model, *_test(name)),
+        held_out=functools.partial(_held_out, equation, model, held_out),
+        resample=train.redraw,
+        grid=Grid(equation.names, axes, exact.view(equation.grid), solution),
+    )
+
+
+class _Points:
+    """Points of every term, replaced together."""
+
+    def __init__(
+        self, equation: Equation, interior: int, boundary: int, dtype: torch.dtype, key: Sequence[object]
+    ) -> None:
+        self._equation, self._dtype, self._key = equation, dtype, key
+        self._counts = places.counts(interior, boundary, len(equation.terms))
+        self.redraw(0)
+
+    def redraw(self, key: int) -> None:
+        equation = self._equation
+        self.of_terms = [
+            places.draw(term.place, count, equation.low, equation.high, (*self._key, key, i), self._dtype)
+            for i, (term, count) in enumerate(zip(equation.terms, self._counts, strict=True))
+        ]
+        for each in self.of_terms:
+            each.requires_grad_()
+
+
+def _terms(equation: Equation, model: nn.Module, at: _Points) -> Terms:
+    z = tuple(
+        term.weight**0.5 * term.residual(model, each) for term, each in zip(equation.terms, at.of_terms, strict=True)
+    )
+    return torch.stack([each.square().mean() for each in z]).sum(), z
+
+
+@torch.no_grad()
+def _held_out(equation: Equation, model: nn.Module, at: _Points) -> float:
+    return float(_terms(equation, model, at)[0])
+
+
+@torch.no_grad()
+def _error(model: nn.Module, at: Tensor, exact: Tensor) -> float:
+    return float((_values(model, at) - exact).norm() / exact.norm())
+
+
+def _values(model: nn.Module, at: Tensor) -> Tensor:
+    """u in float64, whatever the dtype of the model."""
+    dtype = next(model.parameters()).dtype
+    u: Tensor = model(at.to(dtype))
+    return u.double()
+
+
+@functools.cache
+def _plane(name: str) -> tuple[tuple[Tensor, Tensor], Tensor, Tensor]:
+    """Axes of the first two coordinates, the points [n0·n1, d] of their grid, and the exact solution there."""
+    equation = EQUATIONS[name]
+    first, second = (
+        torch.linspace(low, high, count, dtype=torch.float64)
+        for low, high, count in zip(equation.low[:2], equation.high[:2], equation.grid, strict=True)
+    )
+    plane = torch.cartesian_prod(first, second)
+    middle = [(low + high) / 2 for low, high in zip(equation.low[2:], equation.high[2:], strict=True)]
+    nodes = torch.cat([plane, torch.tensor(middle, dtype=torch.float64).expand(len(plane), len(middle))], 1)
+    return (first, second), nodes, equation.exact(nodes)
+
+
+@functools.cache
+def _test(name: str) -> tuple[Tensor, Tensor]:
+    """Test points and the exact solution there."""
+    equation = EQUATIONS[name]
+    if len(equation.low) == 2:
+        return _plane(name)[1:]
+    drawn = places.draw(places.inside, _TEST_POINTS, equation.low, equation.high, (name, "test"), torch.float64)
+    return drawn, equation.exact(drawn)

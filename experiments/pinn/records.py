@@ -1,0 +1,195 @@
+"""Runs of the PINN study as they were recorded, and what tables and figures ask of them. Nothing here trains.
+
+A run is one file, ``<results>/pinn/<problem>/<network>/<label>-seed<seed>.jsonl``: a header, points, an end. Files are
+written when a run has ended, so there are no half ones. A number that was not finite is null there and NaN here.
+
+n   number of parameters of the network
+N   number of residuals, over all terms of the loss
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+FOLDER = "pinn"
+Quantity = Literal["loss", "held_out", "error"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """Where a run stood: CPU seconds and steps so far, evaluations not counted, and what they gave.
+
+    Attributes:
+        loss: on the collocation points that are trained on.
+        held_out: the loss on others.
+        error: relative L2 error of the solution on the test grid.
+    """
+
+    seconds: float
+    steps: int
+    loss: float
+    held_out: float
+    error: float
+
+    @property
+    def finite(self) -> bool:
+        """Whether all that was evaluated is a number."""
+        return all(map(math.isfinite, (self.loss, self.held_out, self.error)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """One method on one problem from one seed.
+
+    Attributes:
+        seconds: the budget.
+        end: "budget", "stopped" (the method could make no progress any more) or "diverged".
+        final: what counts as its result, the last finite point.
+        spent: seconds until it ended, those of a last step that diverged included.
+    """
+
+    problem: str
+    method: str
+    label: str
+    network: str
+    seed: int
+    seconds: float
+    settings: Mapping[str, Any]
+    points: tuple[Point, ...]
+    end: str
+    final: Point
+    spent: float
+    path: Path
+
+    @property
+    def column(self) -> str:
+        """The label without the budget, which is what runs of several problems and seeds have in common."""
+        return self.label.removesuffix(f"-{self.seconds:g}s")
+
+    @property
+    def fields(self) -> Path:
+        """Where the solution is, if it was kept."""
+        return self.path.with_suffix(".npz")
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """Runs that can be compared: one network, one budget.
+
+    Attributes:
+        columns: the labels without their budget, in order.
+        runs: problem → column → runs by seed.
+    """
+
+    network: str
+    seconds: float
+    columns: Sequence[str]
+    runs: Mapping[str, Mapping[str, Sequence[Run]]]
+
+
+def path_of(results: Path, problem: str, network: str, label: str, seed: int) -> Path:
+    """The file of a run."""
+    return results / FOLDER / problem / network / f"{label}-seed{seed}.jsonl"
+
+
+def read_run(path: Path) -> Run:
+    """One file.
+
+    Raises:
+        ValueError: it is not the whole record of a run.
+    """
+    try:
+        header, *points, end = (json.loads(line) for line in path.read_text().splitlines())
+        if (header["kind"], end["kind"]) != ("run", "end"):
+            raise ValueError('its first line is not of kind "run", or its last not of kind "end"')
+        return Run(
+            **{key: header[key] for key in ("problem", "method", "label", "network", "seed", "seconds", "settings")},
+            points=tuple(map(_point, points)),
+            end=end["reason"],
+            final=_point(end),
+            spent=end["spent"],
+            path=path,
+        )
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is no record of a run ({error}): remove it and repeat the run.") from error
+
+
+def read_groups(
+    results: Path, problems: Sequence[str], methods: Sequence[str], columns: Sequence[str] = ()
+) -> list[Group]:
+    """All runs of a folder, by network and budget; smaller budgets first.
+
+    Args:
+        results: the folder that holds ``pinn``.
+        problems: their order; others follow.
+        methods: their order; of runs under other labels than the methods' own only those in ``columns`` are taken.
+        columns: only these, and in this order; all methods unless given.
+
+    Raises:
+        ValueError: there are no such runs.
+    """
+    found: dict[tuple[str, float], dict[str, dict[str, list[Run]]]] = {}
+    for path in sorted((results / FOLDER).glob("*/*/*-seed*.jsonl")):
+        run = read_run(path)
+        if run.column in columns or (not columns and run.column == run.method):
+            by = found.setdefault((run.network, run.seconds), {}).setdefault(run.problem, {})
+            by.setdefault(run.column, []).append(run)
+    if not found:
+        wanted = f" of {', '.join(columns)}" if columns else ""
+        raise ValueError(
+            f"There are no runs{wanted} in {results / FOLDER}: make them with "
+            f"`python -m experiments pinn study --results {results}`."
+        )
+    order = columns or methods
+    by_budget = sorted(found, key=lambda key: (key[1], key[0]))
+    return [_group(*key, found[key], problems, order) for key in by_budget]
+
+
+def geometric_mean(values: Iterable[float]) -> float:
+    """NaN if there are none, or one is not finite; zero if one is zero."""
+    known = list(values)
+    if not known or not all(map(math.isfinite, known)):
+        return math.nan
+    return math.exp(statistics.fmean(map(math.log, known))) if min(known) > 0 else 0.0
+
+
+def middle(runs: Sequence[Run], quantity: Quantity = "error") -> float:
+    """The median over seeds of what runs ended with."""
+    return statistics.median(float(getattr(run.final, quantity)) for run in runs)
+
+
+def _group(
+    network: str,
+    seconds: float,
+    found: Mapping[str, Mapping[str, Sequence[Run]]],
+    problems: Sequence[str],
+    columns: Sequence[str],
+) -> Group:
+    ordered = _ordered((column for by in found.values() for column in by), columns)
+    runs = {
+        problem: {
+            column: sorted(found[problem][column], key=lambda run: run.seed)
+            for column in ordered
+            if column in found[problem]
+        }
+        for problem in _ordered(found, problems)
+    }
+    return Group(network, seconds, ordered, runs)
+
+
+def _ordered(names: Iterable[str], order: Sequence[str]) -> list[str]:
+    """Those of the order first, in that order; the others by name."""
+    return sorted(set(names), key=lambda name: (order.index(name) if name in order else len(order), name))
+
+
+def _point(line: Mapping[str, Any]) -> Point:
+    loss, held_out, error = (
+        math.nan if line[key] is None else float(line[key]) for key in ("loss", "held_out", "error")
+    )
+    return Point(float(line["seconds"]), int(line["steps"]), loss, held_out, error)

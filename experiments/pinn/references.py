@@ -1,0 +1,94 @@
+"""Solutions without a closed form, in float64: Burgers' equation by quadrature, Allen–Cahn's by a spectral method.
+
+Letters: points [n, 2] with columns x and t; ν viscosity; û Fourier coefficients of u, k their wave numbers.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import numpy as np
+import torch
+from torch import Tensor
+
+BURGERS_VISCOSITY = 0.01 / math.pi
+ALLEN_CAHN_DIFFUSION, ALLEN_CAHN_RATE = 1e-4, 5.0
+ALLEN_CAHN_TIMES = 100  # the solution is kept at t = 0, 1/100, …, 1
+
+
+def burgers(points: Tensor, order: int = 128) -> Tensor:
+    """u [n] of u_t + u u_x = ν u_xx, u(x, 0) = −sin πx, by the formula of Cole and Hopf.
+
+    u = −∫ sin(πy) w dη / ∫ w dη with y = x − √(4νt) η and w = exp(−η² − cos(πy)/(2πν)), by Gauss–Hermite quadrature.
+    Both integrals are divided by the largest w, which would else be as large as e^50.
+    """
+    nodes, weights = (torch.from_numpy(each).to(points.device) for each in np.polynomial.hermite.hermgauss(order))
+    x, t = points.double().unbind(1)
+    y = x[:, None] - torch.sqrt(4 * BURGERS_VISCOSITY * t)[:, None] * nodes  # [n, order]
+    mass = torch.softmax(weights.log() - torch.cos(math.pi * y) / (2 * math.pi * BURGERS_VISCOSITY), 1)
+    return -(torch.sin(math.pi * y) * mass).sum(1)
+
+
+def allen_cahn(points: Tensor) -> Tensor:
+    """u [n] of u_t = 1e-4 u_xx + 5u − 5u³ on [−1, 1], periodic, u(x, 0) = x² cos πx; t must be a multiple of 1/100.
+
+    Raises:
+        ValueError: another t is asked for.
+    """
+    x, t = points.detach().double().unbind(1)
+    row = (t * ALLEN_CAHN_TIMES).round()
+    if not torch.allclose(row / ALLEN_CAHN_TIMES, t, rtol=0, atol=1e-6):
+        raise ValueError(f"the Allen–Cahn reference has t = 0, 1/{ALLEN_CAHN_TIMES}, …, 1 only: round t to these.")
+    coefficients = allen_cahn_coefficients()
+    k = math.pi * torch.arange(coefficients.shape[1], dtype=torch.float64)
+    u = torch.empty_like(x)
+    for i in sorted(set(row.int().tolist())):  # by time, since [n, wave numbers] would be large
+        at = row == i
+        u[at] = torch.cos((x[at, None] + 1) * k) @ coefficients[i]
+    return torch.where(row == 0, x.square() * torch.cos(math.pi * x), u)  # cosines of a kink converge slowly
+
+
+@functools.cache
+def allen_cahn_coefficients(nodes: int = 2048, steps: int = 500) -> Tensor:
+    """Cosine coefficients [times, nodes/2 + 1] with u(x, t) = Σ û_k cos(πk(x + 1)): the solution is even.
+
+    Runge–Kutta of order 4 with the linear part e^{Lt} exactly. The periodic initial value has a kink at x = ±1, so its
+    coefficients are the integrals: samples would alias, and be wrong by 5e-4 there.
+
+    Raises:
+        ValueError: steps is not a multiple of the kept times.
+    """
+    if steps % ALLEN_CAHN_TIMES:
+        raise ValueError(f"steps is {steps}: it must be a multiple of {ALLEN_CAHN_TIMES}.")
+    m = torch.arange(nodes // 2 + 1, dtype=torch.float64)
+    k = math.pi * m
+    h = 1 / steps
+    half = torch.exp((ALLEN_CAHN_RATE - ALLEN_CAHN_DIFFUSION * k.square()) * h / 2)
+    whole = half.square()
+
+    def cubic(v: Tensor) -> Tensor:
+        result: Tensor = -ALLEN_CAHN_RATE * torch.fft.rfft(torch.fft.irfft(v, n=nodes) ** 3)
+        return result
+
+    # rfft's scale, and its origin at x = −1: û_k = (−1)ᵏ ½∫ x² cos πx cos πkx dx, of cosines of k − 1 and k + 1.
+    sign = 1 - 2 * (m % 2)
+    v = (nodes / 4 * sign * (_moment(m - 1) + _moment(m + 1))).to(torch.complex128)
+    kept = [v]
+    for step in range(1, steps + 1):
+        a = cubic(v)
+        b = cubic(half * (v + h / 2 * a))
+        c = cubic(half * v + h / 2 * b)
+        d = cubic(whole * v + h * half * c)
+        v = whole * (v + h / 6 * a) + h / 3 * half * (b + c) + h / 6 * d
+        if step % (steps // ALLEN_CAHN_TIMES) == 0:
+            kept.append(v)
+    coefficients = torch.stack(kept).real / nodes
+    coefficients[:, 1:-1] *= 2  # the conjugate half of the spectrum
+    return coefficients
+
+
+def _moment(m: Tensor) -> Tensor:
+    """∫ x² cos(πmx) dx over [−1, 1] for whole numbers m."""
+    sign = 1 - 2 * (m % 2)
+    return torch.where(m == 0, 2 / 3, 4 * sign / (math.pi * m.where(m != 0, 1)).square())

@@ -1,0 +1,50 @@
+"""Optimizers for physics-informed networks, one algorithm a file, all of them as generators of losses.
+
+``METHODS[name](problem, seed=…, **settings)`` does a step for each ``next()`` and yields the training loss, that of the
+model's parameters or of the last evaluation. It ends where it can make no more progress; where the loss is not
+finite it yields NaN and ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from experiments.pinn.rivals.first_order import adam_lbfgs, soap
+from experiments.pinn.rivals.least_squares import ALL, Trainable
+from experiments.pinn.rivals.levenberg_marquardt import levenberg_marquardt
+from experiments.pinn.rivals.natural import engd, spring
+from experiments.pinn.rivals.nystrom_newton import nncg
+from experiments.pinn.rivals.ours import ksd_krylov, ksd_rational
+from experiments.pinn.rivals.quasi_newton import bfgs, ssbroyden
+
+__all__ = ["GRIDS", "METHODS", "Method", "Trainable"]
+
+Method = Callable[..., Iterator[float]]
+"""(problem: Trainable, *, seed: int, **settings) → losses."""
+
+METHODS: Mapping[str, Method] = {
+    "ksd-rational": ksd_rational,
+    "ksd-krylov": ksd_krylov,
+    "adam-lbfgs": adam_lbfgs,
+    "soap": soap,
+    "lm": levenberg_marquardt,
+    "bfgs": bfgs,
+    "ssbroyden": ssbroyden,
+    "engd": engd,
+    "spring": spring,
+    "nncg": nncg,
+}
+
+#: Settings to tune, every combination of them; the rational basis runs with its defaults.
+GRIDS: Mapping[str, Mapping[str, Sequence[Any]]] = {
+    "ksd-krylov": {"krylov_dim": (20, 50)},
+    "adam-lbfgs": {"adam_steps": (100, 500, 2000), "lr": (1e-3, 5e-3)},
+    "soap": {"lr": (1e-3, 3e-3, 1e-2), "frequency": (2, 10)},
+    "lm": {"start": (1e-4, 1e-2), "down": (3.0, 10.0)},
+    "bfgs": {"adam_steps": (0, 200, 1000)},
+    "ssbroyden": {"adam_steps": (0, 200, 1000)},
+    "engd": {"damping": (1e-6, 1e-4, 1e-2), "rows": (500, ALL)},
+    "spring": {"damping": (1e-6, 1e-4, 1e-2), "rows": (500, 1500)},
+    "nncg": {"damping": (1e-3, 1e-2, 1e-1), "cg_iterations": (50, 500)},
+}

@@ -1,0 +1,166 @@
+"""Adam then L-BFGS, both torch's own, and SOAP of pytorch_optimizer."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from experiments.pinn.rivals.least_squares import LeastSquares, Trainable, in_turn
+
+_EVERY = 20  # steps of a first-order method, or iterations of L-BFGS, between two yields
+
+
+def adam_lbfgs(
+    problem: Trainable,
+    *,
+    seed: int,
+    adam_steps: int = 200,
+    lr: float = 1e-3,
+    decay: float = 1.0,
+    history: int = 100,
+) -> Iterator[float]:
+    """Adam, then L-BFGS until it moves no more.
+
+    Args:
+        problem: what is solved.
+        seed: not used: nothing is random.
+        adam_steps: before L-BFGS begins.
+        lr: of Adam.
+        decay: of it, what is left at its last step; exponential.
+        history: of L-BFGS.
+    """
+    return in_turn(adam(problem, adam_steps, lr, decay), lbfgs(problem, history))
+
+
+def adam(problem: Trainable, steps: int, lr: float, decay: float = 1.0) -> Iterator[float]:
+    """So many steps of Adam; yields the loss of the last evaluation."""
+    optimizer = torch.optim.Adam(problem.model.parameters(), lr=lr, fused=True)
+    for start in range(0, steps, _EVERY):
+        loss = math.nan
+        for step in range(start, min(start + _EVERY, steps)):
+            optimizer.param_groups[0]["lr"] = lr * decay ** (step / max(1, steps - 1))
+            loss = _step(problem, optimizer)
+            if not math.isfinite(loss):
+                break
+        yield loss
+
+
+def lbfgs(problem: Trainable, history: int, iterations: float = math.inf) -> Iterator[float]:
+    """L-BFGS with torch's strong Wolfe search, up to so many iterations; restarted once where it stops moving."""
+    squares, evaluations = LeastSquares(problem), _Remembered(problem)
+    done, stuck = 0, False
+    optimizer = _lbfgs(problem, history)
+    while done < iterations:
+        before = squares.point()
+        optimizer.step(evaluations)  # type: ignore[no-untyped-call]
+        done += _EVERY
+        moved = not torch.equal(before, squares.point())
+        if not moved:
+            if stuck:
+                return
+            optimizer = _lbfgs(problem, history)
+        stuck = not moved
+        yield evaluations()
+
+
+def soap(
+    problem: Trainable,
+    *,
+    seed: int,
+    lr: float = 3e-3,
+    frequency: int = 10,
+    seconds: float | None = None,
+    schedule: str = "cosine",
+) -> Iterator[float]:
+    """SOAP.
+
+    Args:
+        problem: what is solved.
+        seed: not used: nothing is random.
+        lr: at the beginning.
+        frequency: steps between two changes of the preconditioner's basis.
+        seconds: of this process, in which the learning rate falls; None for never. Steps alone are counted.
+        schedule: "cosine" to 0, or "exponential" to a hundredth.
+
+    Raises:
+        ModuleNotFoundError: pytorch_optimizer is not installed.
+        ValueError: there is no such schedule.
+    """
+    try:
+        from pytorch_optimizer import SOAP
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "SOAP is that of pytorch_optimizer, which is not installed: `pip install pytorch_optimizer==4.1.0`."
+        ) from error
+    if schedule not in ("cosine", "exponential"):
+        raise ValueError(f"schedule={schedule!r}: must be 'cosine' or 'exponential'.")
+    optimizer = SOAP(
+        problem.model.parameters(), lr=lr, betas=(0.95, 0.95), precondition_frequency=frequency, weight_decay=0.0
+    )
+    return _soap(problem, optimizer, lr, seconds, schedule)
+
+
+def _soap(problem: Trainable, optimizer: Any, lr: float, seconds: float | None, schedule: str) -> Iterator[float]:
+    spent = 0.0
+    while True:
+        began = time.process_time()
+        share = 0.0 if seconds is None else min(1.0, spent / seconds)
+        if share >= 1 and schedule == "cosine":
+            return
+        left = 0.5 * (1 + math.cos(math.pi * share)) if schedule == "cosine" else 0.01**share
+        for group in optimizer.param_groups:
+            group["lr"] = lr * left
+        loss = math.nan
+        for _ in range(_EVERY):
+            loss = _step(problem, optimizer)
+            if not math.isfinite(loss):
+                break
+        spent += time.process_time() - began
+        if not math.isfinite(loss):
+            yield math.nan
+            return
+        yield loss
+
+
+def _step(problem: Trainable, optimizer: torch.optim.Optimizer) -> float:
+    optimizer.zero_grad()
+    loss, _ = problem.closure()
+    value = float(loss.detach())
+    if math.isfinite(value):  # SOAP would raise
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    return value
+
+
+def _lbfgs(problem: Trainable, history: int) -> torch.optim.LBFGS:
+    return torch.optim.LBFGS(
+        problem.model.parameters(),
+        max_iter=_EVERY,
+        max_eval=5 * _EVERY,
+        history_size=history,
+        tolerance_grad=0,
+        tolerance_change=0,
+        line_search_fn="strong_wolfe",
+    )
+
+
+class _Remembered:
+    """f, with .grad set; the point evaluated last, where each of torch's steps begins, costs nothing."""
+
+    def __init__(self, problem: Trainable) -> None:
+        self._squares = LeastSquares(problem)
+        self._theta: Tensor | None = None
+
+    def __call__(self) -> float:
+        parameters, theta = self._squares.parameters, self._squares.point()
+        if self._theta is None or not torch.equal(theta, self._theta):
+            self._loss, self._gradient = self._squares.gradient()
+            self._theta = theta
+        for p, g in zip(parameters.params, parameters.unflatten(self._gradient), strict=True):
+            p.grad = g.clone()
+        return self._loss

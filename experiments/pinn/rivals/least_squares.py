@@ -1,0 +1,92 @@
+"""A problem as optimizers see it: the parameters as one vector, and the loss, its gradient, its rows at a point.
+
+Letters: θ [n] parameters, f the loss, g [n] its gradient; J [N, n] and ρ [N] with f = ½‖ρ‖², so that Jᵀρ = g and JᵀJ is
+the Gauss–Newton matrix of f.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from krylov_descent.distributed import SingleProcess
+from krylov_descent.objective import Objective
+from krylov_descent.parameters import ParameterVector
+from krylov_descent.sample_set import Microbatch
+from krylov_descent.sketch import Sketcher
+
+ALL = 10**9
+"""As a number of rows: all there are."""
+
+
+class Trainable(Protocol):
+    """What a method needs of a problem."""
+
+    @property
+    def model(self) -> nn.Module:
+        """The network that is trained."""
+        ...
+
+    @property
+    def closure(self) -> Callable[[], tuple[Tensor, tuple[Tensor, ...]]]:
+        """→ f and residual terms z with f = Σ z.square().mean(); it never calls backward."""
+        ...
+
+
+class LeastSquares:
+    """f and what can be had of it, at the parameters of the model."""
+
+    def __init__(self, problem: Trainable) -> None:
+        self._problem = problem
+        self.parameters = ParameterVector([{"params": list(problem.model.parameters()), "weight_decay": 0.0}])
+        self._objective = Objective(lambda _: problem.closure(), self.parameters, SingleProcess())
+        self._sketchers: dict[int, Sketcher] = {}
+
+    def point(self) -> Tensor:
+        """θ, a copy."""
+        return self.parameters.read()
+
+    def move(self, theta: Tensor, direction: Tensor | None = None, length: float = 1.0) -> None:
+        """To θ, or θ + length·direction."""
+        self.parameters.write(theta, direction, length)
+
+    def value(self) -> float:
+        """f by a forward pass."""
+        with self.parameters.frozen():
+            return float(self._problem.closure()[0].detach())
+
+    def gradient(self) -> tuple[float, Tensor]:
+        """f and g."""
+        loss, _ = self._problem.closure()
+        return float(loss.detach()), self.parameters.flatten(torch.autograd.grad(loss, self.parameters.params))
+
+    def hessian(self) -> tuple[float, Tensor, Callable[[Tensor], Tensor]]:
+        """f, g, and products by the Hessian from one graph, which lives as long as they do."""
+        params = self.parameters.params
+        loss, _ = self._problem.closure()
+        gradients = torch.autograd.grad(loss, params, create_graph=True)
+
+        def product(v: Tensor) -> Tensor:
+            parts = self.parameters.unflatten(v)
+            return self.parameters.flatten(torch.autograd.grad(gradients, params, parts, retain_graph=True))
+
+        return float(loss.detach()), self.parameters.flatten(gradients), product
+
+    def rows(self, count: int, key: Sequence[int] = (0,)) -> tuple[Tensor, Tensor]:
+        """J and ρ of about so many residuals, rescaled to stand for all; ``key`` seeds which are drawn."""
+        sketcher = self._sketchers.setdefault(count, Sketcher(count))
+        return sketcher.draw(self._objective, [Microbatch(None, None)], key)
+
+
+def in_turn(*phases: Iterator[float]) -> Iterator[float]:
+    """One phase after the other; a loss that is not finite ends them all, as NaN."""
+    for phase in phases:
+        for loss in phase:
+            if not math.isfinite(loss):
+                yield math.nan
+                return
+            yield loss

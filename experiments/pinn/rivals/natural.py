@@ -1,0 +1,97 @@
+"""Natural gradients in sample space, on all residuals or on draws of them, with or without momentum.
+
+ENGD is of Müller & Zeinhofer 2023, SPRING of Goldshlager et al. 2024; both as Guzmán-Cordero et al. 2025 (arXiv
+2505.12149) use them for PINNs.
+
+Letters: J [m, n] and ρ [m] of m residuals, λ damping, φ [n] direction, μ momentum, η step size.
+ENGD:   φ = (JᵀJ + λ)⁻¹Jᵀρ = Jᵀ(JJᵀ + λ)⁻¹ρ on all residuals; θ ← θ − ηφ, η by a search over halvings of 1.
+SPRING: φ ← μφ + Jᵀ(JJᵀ + λ)⁻¹(ρ − μJφ) on residuals drawn anew each time; θ ← θ − ηφ/√(1 − μ²ᵏ) at iteration k.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from experiments.pinn.rivals.damped import DampedSystem, best_halving
+from experiments.pinn.rivals.least_squares import ALL, LeastSquares, Trainable
+
+_PATIENCE = 20  # draws of rows in a row from which no step comes
+
+
+def engd(problem: Trainable, *, seed: int, damping: float = 1e-2, rows: int = ALL) -> Iterator[float]:
+    """SPRING without momentum: on all residuals, or on ``rows`` of them."""
+    return spring(problem, seed=seed, damping=damping, momentum=0.0, rows=rows)
+
+
+def spring(
+    problem: Trainable,
+    *,
+    seed: int,
+    damping: float = 1e-2,
+    momentum: float = 0.9,
+    rows: int = 500,
+    lr: float | None = None,
+    norm: float = math.inf,
+) -> Iterator[float]:
+    """One step at a time.
+
+    Args:
+        problem: what is solved.
+        seed: of the rows that are drawn.
+        damping: λ.
+        momentum: μ.
+        rows: m, residuals of a step.
+        lr: η; None to search over halvings of 1 on the loss of all residuals.
+        norm: with ``lr``, the longest step.
+    """
+    squares = LeastSquares(problem)
+    f = squares.value()
+    phi = torch.zeros_like(squares.point())
+    k = idle = iteration = 0
+    while math.isfinite(f) and idle < _PATIENCE:
+        J, rho = squares.rows(rows, (seed, iteration))
+        found = projected_increment(J, rho, phi, momentum, damping)
+        iteration += 1
+        if found is None:
+            return  # JᵀJ + λ is singular in this arithmetic, and no later one will be less so
+        phi, k = found, k + 1
+        step = phi / math.sqrt(1 - momentum ** (2 * k))
+        theta = squares.point()
+        if lr is not None:
+            squares.move(theta, step, -min(lr, norm / max(float(step.norm()), 1e-300)))
+            f = squares.value()
+            yield f if math.isfinite(f) else math.nan
+            continue
+        best = best_halving(_along(squares, theta, step), f)
+        if best is None:
+            squares.move(theta)
+            if k == 1 and rows >= ALL:
+                return  # not even without momentum, on all residuals
+            phi, k, idle = torch.zeros_like(phi), 0, idle + 1
+            continue
+        size, f = best
+        squares.move(theta, step, -size)
+        idle = 0
+        yield f
+    if not math.isfinite(f):
+        yield math.nan
+
+
+def projected_increment(J: Tensor, rho: Tensor, phi: Tensor, momentum: float, damping: float) -> Tensor | None:
+    """SPRING's next φ, or None where the damped matrix cannot be factorised."""
+    if not momentum:
+        return DampedSystem(J).solve(rho, damping)
+    increment = DampedSystem(J).solve(rho - momentum * (J @ phi), damping)
+    return None if increment is None else increment + momentum * phi
+
+
+def _along(squares: LeastSquares, theta: Tensor, step: Tensor) -> Callable[[float], float]:
+    def value(size: float) -> float:
+        squares.move(theta, step, -size)
+        return squares.value()
+
+    return value

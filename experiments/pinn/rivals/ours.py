@@ -1,0 +1,35 @@
+"""Krylov Subspace Descent on all residuals, with the rational and the Krylov basis."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from experiments.pinn.rivals.least_squares import LeastSquares, Trainable
+from krylov_descent import KSD, Rational
+from krylov_descent.run import NOTHING_FOUND
+
+
+def ksd_rational(problem: Trainable, *, seed: int, **settings: Any) -> Iterator[float]:
+    """With the rational basis; settings are those of ``krylov_descent.Rational``."""
+    return _steps(problem, KSD(problem.model.parameters(), basis=Rational(**settings), seed=seed))
+
+
+def ksd_krylov(problem: Trainable, *, seed: int, krylov_dim: int = 50) -> Iterator[float]:
+    """With the Krylov basis."""
+    return _steps(problem, KSD(problem.model.parameters(), krylov_dim=krylov_dim, seed=seed))
+
+
+def _steps(problem: Trainable, optimizer: KSD) -> Iterator[float]:
+    squares, nothing = LeastSquares(problem), 0
+    while nothing < NOTHING_FOUND:
+        try:
+            report = optimizer.step(problem.closure)
+        except ValueError:
+            if math.isfinite(squares.value()):
+                raise
+            yield math.nan
+            return
+        nothing = 0 if report.search_loss_after < report.search_loss_before else nothing + 1
+        yield report.search_loss_after

@@ -1,0 +1,155 @@
+"""The PINN study: which processes to run for tuning and for the final runs, and what tuning chose.
+
+Settings of a method are the same for all problems. They are tried with a seed that the study does not use.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import math
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from experiments.pinn.loop import RunConfig, checked
+from experiments.pinn.problems import PROBLEMS
+from experiments.pinn.records import geometric_mean, path_of, read_run
+from experiments.pinn.rivals import GRIDS, METHODS
+from experiments.processes import Task, run_all
+
+#: What tuning chose, network → method → settings and trials; ``tune`` writes it, ``run`` and ``study`` read it.
+TUNED = Path(__file__).with_name("tuned.json")
+TUNING_SEED = 100
+TUNING_PROBLEMS = ("poisson2d", "convection30", "burgers")
+
+#: The network whose settings serve others that were not tuned.
+_USUAL = "3x32"
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What of the study is to be run: all problems and methods unless named."""
+
+    problems: Sequence[str] = ()
+    methods: Sequence[str] = ()
+    seeds: int = 3
+    seconds: float = 60.0
+    networks: Sequence[str] = (_USUAL,)
+
+
+def study(plan: Plan, results: Path, jobs: int) -> None:
+    """The runs that are not finished, the first seed of everything before the next.
+
+    Raises:
+        SystemExit: some failed; the others were run.
+    """
+    configs = [
+        RunConfig(problem, method, settings(method, network), plan.seconds, seed, network)
+        for seed in range(plan.seeds)
+        for network in plan.networks
+        for problem in plan.problems or PROBLEMS
+        for method in plan.methods or METHODS
+    ]
+    _end(_run(configs, results, jobs))
+
+
+def tune(
+    methods: Sequence[str],
+    results: Path,
+    jobs: int,
+    *,
+    problems: Sequence[str] = TUNING_PROBLEMS,
+    seconds: float = 30.0,
+    network: str = _USUAL,
+) -> None:
+    """Try the grid of every method, and keep the settings of the lowest geometric mean of errors over the problems.
+
+    Raises:
+        SystemExit: some trials failed; settings are chosen among the others.
+    """
+    missing = [method for method in methods if not GRIDS.get(method)]
+    if missing:
+        raise ValueError(f"{missing[0]} has nothing to tune; {', '.join(m for m in GRIDS if GRIDS[m])} have.")
+    tuned = {method: list(grid(method)) for method in methods or METHODS if GRIDS.get(method)}
+    trials = {
+        method: [[_trial(problem, method, tried, seconds, network) for problem in problems] for tried in several]
+        for method, several in tuned.items()
+    }
+    # The first settings of all methods before the next ones: a tuning that is cut off has tried something of each.
+    rounds = itertools.zip_longest(*trials.values(), fillvalue=[])
+    failed = _run([config for several in rounds for tried in several for config in tried], results, jobs)
+    known = json.loads(TUNED.read_text()) if TUNED.exists() else {}
+    for method, several in trials.items():
+        outcome = [_outcome(tried, results) for tried in several]
+        best = min(outcome, key=lambda trial: math.inf if trial["error"] is None else float(trial["error"]))
+        if best["error"] is not None:
+            known.setdefault(network, {})[method] = {"settings": best["settings"], "trials": outcome}
+    TUNED.write_text(json.dumps(known, indent=2, sort_keys=True) + "\n")
+    _end(failed)
+
+
+def settings(method: str, network: str) -> dict[str, Any]:
+    """What tuning chose for a method; for a network that was not tuned, that for the usual one."""
+    known = json.loads(TUNED.read_text()) if TUNED.exists() else {}
+    chosen = known.get(network, known.get(_USUAL, {}))
+    return dict(chosen.get(method, {}).get("settings", {}))
+
+
+def grid(method: str) -> Iterator[dict[str, Any]]:
+    """The settings that a method is tried with."""
+    values = GRIDS[method]
+    for chosen in itertools.product(*values.values()):
+        yield dict(zip(values, chosen, strict=True))
+
+
+def _trial(problem: str, method: str, tried: Mapping[str, Any], seconds: float, network: str) -> RunConfig:
+    label = "-".join([method, *(f"{key}={value}" for key, value in tried.items()), f"{seconds:g}s"])
+    return RunConfig(problem, method, tried, seconds, TUNING_SEED, network, label=label)
+
+
+def _outcome(tried: Sequence[RunConfig], results: Path) -> dict[str, Any]:
+    """Settings, errors by problem and their geometric mean; None where a trial failed."""
+    paths = {config.problem: _path(config, results) for config in tried}
+    errors = {name: read_run(path).final.error if path.exists() else None for name, path in paths.items()}
+    mean = geometric_mean(math.nan if error is None else error for error in errors.values())
+    return {
+        "settings": dict(tried[0].settings),
+        "error": mean if math.isfinite(mean) else None,
+        "errors": errors,
+        "seconds": tried[0].seconds,
+    }
+
+
+def _run(configs: Sequence[RunConfig], results: Path, jobs: int) -> list[str]:
+    if jobs < 1:
+        raise ValueError(f"--jobs {jobs}: must be at least 1.")
+    configs = [checked(config) for config in configs]  # all mistakes are found before anything runs
+    tasks = [_task(config, results) for config in configs if not _finished(config, results)]
+    return run_all(tasks, jobs)
+
+
+def _path(config: RunConfig, results: Path) -> Path:
+    return path_of(results, config.problem, config.network, config.name, config.seed)
+
+
+def _finished(config: RunConfig, results: Path) -> bool:
+    """Whether the file is there, of just these settings; if of others, the run itself says so."""
+    path = _path(config, results)
+    return path.exists() and read_run(path).settings == json.loads(json.dumps(config.settings))
+
+
+def _task(config: RunConfig, results: Path) -> Task:
+    command = [sys.executable, "-m", "experiments", "pinn", "run", config.problem, config.method, "--no-tuned"]
+    command += ["--seconds", f"{config.seconds:g}", "--seed", str(config.seed), "--network", config.network]
+    command += ["--label", config.name, "--results", str(results), "--quiet"]
+    for key, value in config.settings.items():
+        command += ["--set", f"{key}={value}"]
+    return Task(f"{config.problem} {config.network} {config.name} seed {config.seed}", command)
+
+
+def _end(failed: Sequence[str]) -> None:
+    if failed:
+        raise SystemExit("These runs failed:\n" + "\n".join(failed))

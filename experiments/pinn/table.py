@@ -1,0 +1,161 @@
+"""Tables of the PINN study as Markdown, one set for each budget and network. Nothing here trains.
+
+Figures are those at the end of runs, medians over seeds. A run that diverged counts with its last finite point.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from experiments.markdown import bold, section
+from experiments.pinn.problems import PROBLEMS
+from experiments.pinn.records import Group, Run, geometric_mean, middle, read_groups
+from experiments.pinn.style import BASE, NAMES
+
+_NONE = "–"
+
+
+def table(results: Path, columns: Sequence[str] = ()) -> str:
+    """All tables of a folder; only the columns named, or all methods."""
+    groups = read_groups(results, PROBLEMS, list(NAMES), columns)
+    return "\n".join(part for group in groups for part in _tables(group))
+
+
+def short(value: float) -> str:
+    """Two digits in as few letters as a narrow column needs."""
+    if not math.isfinite(value):
+        return "not finite"
+    digits, _, exponent = f"{value:.1e}".partition("e")
+    return f"{digits}e{int(exponent)}"
+
+
+def _tables(group: Group) -> list[str]:
+    where = f"after {group.seconds:g} s, network {group.network}"
+    several = any(len(runs) > 1 for by in group.runs.values() for runs in by.values())
+    parts = [_errors(group, where)]
+    parts += [_ranges(group, where)] if several else []
+    return [*parts, _losses(group, where), _setup(group, where)]
+
+
+def _errors(group: Group, where: str) -> str:
+    medians = {name: {column: middle(runs) for column, runs in by.items()} for name, by in group.runs.items()}
+    rows = []
+    for name, by in group.runs.items():
+        best = _best(medians[name])
+        cells = [
+            bold(short(medians[name][column]), column == best) + _marks(by[column]) if column in by else _NONE
+            for column in group.columns
+        ]
+        rows.append([name, *cells])
+    rows.append(["geometric mean", *_means(group, medians)])
+    if BASE in group.columns:
+        rows.append([f"ratio to {NAMES[BASE]}", *(_ratio(medians, column) for column in group.columns)])
+    note = (
+        "Median over seeds of the relative L2 error on the test grid; bold: the lowest of the row. A method that lacks "
+        "problems has the mean of those it has, with their number. The ratio is the geometric mean over the problems "
+        f"that the method and {NAMES[BASE]} both have; above 1, {NAMES[BASE]} is more accurate."
+    )
+    return section(f"Relative L2 error {where}", ["problem", *_heads(group)], rows, note)
+
+
+def _means(group: Group, medians: Mapping[str, Mapping[str, float]]) -> list[str]:
+    have = {column: [by[column] for by in medians.values() if column in by] for column in group.columns}
+    means = {column: geometric_mean(values) for column, values in have.items()}
+    # Over other problems than the others' a mean cannot be the best.
+    best = _best({column: mean for column, mean in means.items() if len(have[column]) == len(medians)})
+    return [
+        bold(short(means[column]), column == best)
+        + (f" ({len(values)} of {len(medians)})" if len(values) < len(medians) else "")
+        for column, values in have.items()
+    ]
+
+
+def _ratio(medians: Mapping[str, Mapping[str, float]], column: str) -> str:
+    pairs = [(by[column], by[BASE]) for by in medians.values() if column in by and BASE in by]
+    ratio = geometric_mean(mine / base if base else math.nan for mine, base in pairs)
+    return f"{ratio:.3g}" if math.isfinite(ratio) else _NONE
+
+
+def _ranges(group: Group, where: str) -> str:
+    rows = []
+    for name, by in group.runs.items():
+        ends = {column: [run.final.error for run in runs] for column, runs in by.items()}
+        cells = [
+            f"{short(min(ends[column]))} – {short(max(ends[column]))}" if column in ends else _NONE
+            for column in group.columns
+        ]
+        rows.append([name, *cells])
+    return section(f"Lowest and highest error {where}", ["problem", *_heads(group)], rows, "Over seeds.")
+
+
+def _losses(group: Group, where: str) -> str:
+    rows = []
+    for name, by in group.runs.items():
+        train = {column: middle(runs, "loss") for column, runs in by.items()}
+        held_out = {column: middle(runs, "held_out") for column, runs in by.items()}
+        best = _best(train), _best(held_out)
+        cells = [
+            f"{bold(short(train[column]), column == best[0])} / {bold(short(held_out[column]), column == best[1])}"
+            if column in by
+            else _NONE
+            for column in group.columns
+        ]
+        rows.append([name, *cells])
+    note = (
+        "Medians over seeds of the loss on the collocation points that are trained on, and on others; bold: the lowest "
+        "of each. Where the first is far below the second, the points are fitted, and not the equation."
+    )
+    return section(f"Training loss / held-out loss {where}", ["problem", *_heads(group)], rows, note)
+
+
+def _setup(group: Group, where: str) -> str:
+    rows = []
+    for column in group.columns:
+        runs = [run for by in group.runs.values() for run in by.get(column, ())]
+        steps = [run.final.steps for run in runs]
+        ends = [f"{count} {reason}" for reason in ("stopped", "diverged") if (count := _count(runs, reason))]
+        seeds = sorted({run.seed for run in runs})
+        settings = list(dict.fromkeys(_settings(run) for run in runs))
+        rows.append(
+            [
+                NAMES.get(column, column),
+                " ◊ ".join(settings),
+                " ".join(map(str, seeds)),
+                str(len(runs)),
+                f"{min(steps)} – {max(steps)}",
+                f"{max(run.spent for run in runs):.1f}",
+                ", ".join(ends) or _NONE,
+            ]
+        )
+    head = ["method", "settings", "seeds", "runs", "steps", "longest, s", "ended before"]
+    note = (
+        "CPU seconds of one thread; a run ends with the first step at or beyond its budget. Steps are those of the "
+        "loop: methods whose own are cheap do several in one. Stopped: the method could make no progress any more. "
+        "Settings that are not listed are the method's own."
+    )
+    return section(f"What was run {where}", head, rows, note)
+
+
+def _heads(group: Group) -> list[str]:
+    return [NAMES.get(column, column) for column in group.columns]
+
+
+def _best(values: Mapping[str, float]) -> str | None:
+    """The one with the lowest value, where there are two to compare."""
+    finite = {name: value for name, value in values.items() if math.isfinite(value)}
+    return min(finite, key=lambda name: finite[name]) if len(finite) > 1 else None
+
+
+def _marks(runs: Sequence[Run]) -> str:
+    """† of a seed that diverged, ◊ of settings that differ between seeds."""
+    return " †" * bool(_count(runs, "diverged")) + " ◊" * (len({_settings(run) for run in runs}) > 1)
+
+
+def _count(runs: Sequence[Run], reason: str) -> int:
+    return sum(run.end == reason for run in runs)
+
+
+def _settings(run: Run) -> str:
+    return " ".join(f"{key}={value}" for key, value in run.settings.items()) or _NONE

@@ -1,0 +1,268 @@
+"""The rivals on a small network: each lowers the loss, ends as NaN where that is NaN, and is the algebra it claims."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from experiments.pinn.rivals import GRIDS, METHODS
+from experiments.pinn.rivals.damped import DampedSystem, best_halving, gram
+from experiments.pinn.rivals.least_squares import ALL, LeastSquares, in_turn
+from experiments.pinn.rivals.levenberg_marquardt import levenberg_marquardt
+from experiments.pinn.rivals.natural import engd, projected_increment, spring
+from experiments.pinn.rivals.nystrom_newton import conjugate_gradients, nystrom
+from torch import Tensor, nn
+
+F64 = torch.float64
+
+
+@dataclass
+class Small:
+    """u″ = −sin on an interval and u = 0 at its ends, by a network of 61 parameters."""
+
+    model: nn.Module
+    closure: Callable[[], tuple[Tensor, tuple[Tensor, ...]]]
+
+
+def small(factor: float = 1.0) -> Small:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(1, 5), nn.Tanh(), nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1)).double()
+    inside = torch.linspace(0.1, 3, 80, dtype=F64)[:, None]
+    ends = torch.tensor([[0.0], [math.pi]], dtype=F64)
+
+    def closure() -> tuple[Tensor, tuple[Tensor, ...]]:
+        x = inside.clone().requires_grad_()
+        (du,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        (ddu,) = torch.autograd.grad(du.sum(), x, create_graph=True)
+        r = factor * (ddu + torch.sin(x))[:, 0]
+        b = model(ends)[:, 0]
+        return r.square().mean() + b.square().mean(), (r, b)
+
+    return Small(model, closure)
+
+
+def flat_hessian(problem: Small) -> tuple[Tensor, Tensor]:
+    """H and g, entry by entry."""
+    params = list(problem.model.parameters())
+    loss, _ = problem.closure()
+    grads = torch.autograd.grad(loss, params, create_graph=True)
+    g = torch.cat([x.reshape(-1) for x in grads])
+    rows = [torch.autograd.grad(e, params, retain_graph=True, materialize_grads=True) for e in g]
+    return torch.stack([torch.cat([x.reshape(-1) for x in row]) for row in rows]), g.detach()
+
+
+# What makes them fit a test of a second: short first phases, few yields.
+QUICK: dict[str, tuple[dict[str, Any], int, float]] = {
+    "ksd-rational": ({"rows": 40}, 60, 0.01),
+    "ksd-krylov": ({"krylov_dim": 10}, 8, 0.01),
+    "adam-lbfgs": ({"adam_steps": 40, "lr": 1e-2}, 10, 0.01),
+    "soap": ({"lr": 2e-2}, 8, 0.5),
+    "lm": ({}, 12, 0.001),
+    "bfgs": ({"adam_steps": 40}, 60, 0.01),
+    "ssbroyden": ({"adam_steps": 40}, 60, 0.01),
+    "engd": ({"damping": 1e-4}, 12, 0.001),
+    "spring": ({"damping": 1e-4, "rows": 30}, 20, 0.01),
+    "nncg": ({"adam_steps": 40, "lbfgs_iterations": 20, "rank": 20}, 12, 0.01),
+}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_it_lowers_the_loss(name: str) -> None:
+    if name == "soap":
+        pytest.importorskip("pytorch_optimizer")
+    settings, yields, factor = QUICK[name]
+    problem = small()
+    before = LeastSquares(problem).value()
+    losses = list(itertools.islice(METHODS[name](problem, seed=0, **settings), yields))
+    assert all(math.isfinite(loss) for loss in losses)
+    after = LeastSquares(problem).value()
+    assert after < factor * before
+    if name not in ("soap", "adam-lbfgs"):  # those yield the last evaluation
+        assert losses[-1] == pytest.approx(after, rel=1e-9)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_loss_that_is_nan_ends_it_as_nan(name: str) -> None:
+    if name == "soap":
+        pytest.importorskip("pytorch_optimizer")
+    losses = list(itertools.islice(METHODS[name](small(math.nan), seed=0), 5))
+    assert len(losses) == 1
+    assert math.isnan(losses[0])
+
+
+@pytest.mark.parametrize("name", ["lm", "engd", "spring", "bfgs", "ssbroyden", "nncg", "adam-lbfgs"])
+def test_it_ends_where_no_progress_is_left(name: str) -> None:
+    """A linear model: the minimum is reached, and then the generator returns."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1).double()
+    x = torch.randn(20, 3, dtype=F64)
+    y = torch.randn(20, dtype=F64)
+
+    def closure() -> tuple[Tensor, tuple[Tensor, ...]]:
+        r = model(x)[:, 0] - y
+        return r.square().mean(), (r,)
+
+    first = {"adam_steps": 20} if name in ("bfgs", "ssbroyden", "nncg", "adam-lbfgs") else {}
+    losses = list(itertools.islice(METHODS[name](Small(model, closure), seed=0, **first), 2000))
+    assert len(losses) < 2000
+    design = torch.cat([x, torch.ones(20, 1, dtype=F64)], 1)
+    best = (design @ torch.linalg.lstsq(design, y[:, None]).solution - y[:, None]).square().mean().item()
+    assert closure()[0].item() == pytest.approx(best, rel=1e-9)
+
+
+def test_grids_name_methods_and_are_small() -> None:
+    assert GRIDS.keys() == METHODS.keys() - {"ksd-rational"}
+    assert all(math.prod(len(values) for values in grid.values()) <= 6 for grid in GRIDS.values())
+
+
+def test_phases_end_at_the_first_loss_that_is_not_finite() -> None:
+    assert list(in_turn(iter([3.0, 2.0]), iter([1.0]))) == [3.0, 2.0, 1.0]
+    ended = list(in_turn(iter([3.0, math.inf]), iter([1.0])))
+    assert ended[0] == 3.0
+    assert len(ended) == 2
+    assert math.isnan(ended[1])
+
+
+def test_rows_are_the_gradient_and_half_their_square_the_loss() -> None:
+    squares = LeastSquares(small())
+    J, rho = squares.rows(ALL)
+    f, g = squares.gradient()
+    torch.testing.assert_close(J.T @ rho, g)
+    assert 0.5 * float(rho.square().sum()) == pytest.approx(f)
+    assert squares.value() == pytest.approx(f)
+
+
+def test_the_gram_matrix_has_its_lower_triangle() -> None:
+    X = torch.randn(150, 300, dtype=F64)
+    torch.testing.assert_close(gram(X).tril(), (X.T @ X).tril())
+
+
+@pytest.mark.parametrize("shape", [(40, 15), (15, 40)])
+def test_a_damped_step_is_that_of_dense_algebra_on_either_side(shape: tuple[int, int]) -> None:
+    J, rho = torch.randn(*shape, dtype=F64), torch.randn(shape[0], dtype=F64)
+    dense = torch.linalg.solve(J.T @ J + 0.3 * torch.eye(shape[1], dtype=F64), J.T @ rho)
+    found = DampedSystem(J).solve(rho, 0.3)
+    assert found is not None
+    torch.testing.assert_close(found, dense)
+
+
+def test_a_matrix_that_is_not_positive_definite_has_no_step() -> None:
+    J = torch.ones(4, 3, dtype=F64)
+    assert DampedSystem(J).solve(torch.ones(4, dtype=F64), -20.0) is None
+
+
+@pytest.mark.parametrize(("lowest", "size"), [(1.0, 1.0), (0.2, 0.25), (1e-3, 2.0**-10)])
+def test_halving_finds_the_valley(lowest: float, size: float) -> None:
+    found = best_halving(lambda t: (t - lowest) ** 2, lowest**2)
+    assert found is not None
+    assert found[0] == size
+
+
+def test_halving_passes_over_nan_and_gives_up() -> None:
+    found = best_halving(lambda t: math.nan if t > 0.1 else t, 1.0)
+    assert found == (2.0**-15, 2.0**-15)
+    assert best_halving(lambda t: 1 + t, 1.0) is None
+
+
+def test_a_step_of_levenberg_marquardt_is_the_dense_one() -> None:
+    problem = small()
+    squares = LeastSquares(problem)
+    J, rho = squares.rows(ALL)
+    theta = squares.point()
+    expected = theta - torch.linalg.solve(J.T @ J + 10.0 * torch.eye(len(theta), dtype=F64), J.T @ rho)
+    next(levenberg_marquardt(problem, seed=0, start=10.0))
+    torch.testing.assert_close(squares.point(), expected)
+
+
+def test_engd_goes_along_the_damped_natural_gradient() -> None:
+    problem = small()
+    squares = LeastSquares(problem)
+    J, rho = squares.rows(ALL)
+    theta = squares.point()
+    direction = torch.linalg.solve(J.T @ J + 1e-3 * torch.eye(len(theta), dtype=F64), J.T @ rho)
+    before = squares.value()
+    after = next(engd(problem, seed=0, damping=1e-3))
+    step = theta - squares.point()
+    size = float(step @ direction / direction.square().sum())
+    assert math.log2(size) == pytest.approx(round(math.log2(size)))
+    torch.testing.assert_close(step, size * direction)
+    assert after < before
+
+
+def test_spring_is_its_recursion() -> None:
+    problem, twin = small(), small()
+    squares, naive = LeastSquares(problem), LeastSquares(twin)
+    run = spring(problem, seed=5, damping=1e-3, momentum=0.8, rows=30, lr=0.1, norm=0.05)
+    theta = naive.point()
+    phi = torch.zeros_like(theta)
+    for k in range(1, 6):
+        naive.move(theta)
+        J, rho = naive.rows(30, (5, k - 1))
+        K = J @ J.T + 1e-3 * torch.eye(len(J), dtype=F64)
+        phi = 0.8 * phi + J.T @ torch.linalg.solve(K, rho - 0.8 * J @ phi)
+        step = phi / math.sqrt(1 - 0.8 ** (2 * k))
+        theta = theta - min(0.1, 0.05 / float(step.norm())) * step
+        next(run)
+        torch.testing.assert_close(squares.point(), theta)
+
+
+def test_springs_increment_is_the_nearest_to_the_last_that_solves_the_rows() -> None:
+    """As λ → 0, Jφ = ρ with φ − μφ_prev in the row space."""
+    torch.manual_seed(0)
+    J, rho, phi = torch.randn(6, 20, dtype=F64), torch.randn(6, dtype=F64), torch.randn(20, dtype=F64)
+    found = projected_increment(J, rho, phi, 0.7, 1e-12)
+    assert found is not None
+    torch.testing.assert_close(J @ found, rho)
+    torch.testing.assert_close(found - 0.7 * phi, torch.linalg.pinv(J) @ J @ (found - 0.7 * phi))
+
+
+def test_conjugate_gradients_with_the_hessian_are_the_dense_solve() -> None:
+    problem = small()
+    H, g = flat_hessian(problem)
+    damping = 1.1 * max(0.0, -float(torch.linalg.eigvalsh(H)[0])) + 1e-2
+    _, found_g, product = LeastSquares(problem).hessian()
+    torch.testing.assert_close(found_g, g)
+    torch.testing.assert_close(product(g), H @ g)
+    approximation = nystrom(product, len(g), 10, torch.Generator().manual_seed(0), F64)
+    iterates = conjugate_gradients(
+        lambda v: product(v) + damping * v, g, lambda x: approximation.precondition(x, damping)
+    )
+    x, residual = next((x, r) for x, r in iterates if r < 1e-10)
+    dense = torch.linalg.solve(H + damping * torch.eye(len(g), dtype=F64), g)
+    torch.testing.assert_close(x, dense, rtol=1e-6, atol=1e-8)
+    assert residual < 1e-10
+
+
+def test_conjugate_gradients_end_at_negative_curvature() -> None:
+    A = torch.diag(torch.tensor([2.0, -1.0], dtype=F64))
+    assert list(conjugate_gradients(lambda v: A @ v, torch.tensor([0.0, 1.0], dtype=F64), lambda x: x)) == []
+    iterates = list(conjugate_gradients(lambda v: A @ v, torch.tensor([1.0, 0.5], dtype=F64), lambda x: x))
+    assert len(iterates) == 1
+
+
+def test_the_nystrom_preconditioner_is_its_dense_one() -> None:
+    torch.manual_seed(0)
+    n, k, damping = 30, 8, 0.05
+    Q = torch.linalg.qr(torch.randn(n, n, dtype=F64)).Q
+    values = torch.cat([torch.logspace(3, 0, k, dtype=F64), torch.zeros(n - k, dtype=F64)])
+    A = Q @ torch.diag(values) @ Q.T
+    approximation = nystrom(lambda v: A @ v, n, k, torch.Generator().manual_seed(0), F64)
+    U, found = approximation
+    torch.testing.assert_close(U @ torch.diag(found) @ U.T, A, rtol=1e-6, atol=1e-6)  # of rank k: exact
+    P = U @ torch.diag((found + damping) / (found[-1] + damping)) @ U.T + torch.eye(n, dtype=F64) - U @ U.T
+    x = torch.randn(n, dtype=F64)
+    torch.testing.assert_close(approximation.precondition(x, damping), torch.linalg.solve(P, x))
+
+
+def test_the_nystrom_approximation_of_an_indefinite_matrix_is_positive() -> None:
+    torch.manual_seed(0)
+    A = torch.randn(30, 30, dtype=F64)
+    A = A + A.T
+    approximation = nystrom(lambda v: A @ v, 30, 8, torch.Generator().manual_seed(0), F64)
+    assert float(approximation.values.min()) >= 0
+    assert bool(approximation.U.isfinite().all())

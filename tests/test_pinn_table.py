@@ -1,0 +1,146 @@
+"""Tables and figures of the PINN study, from records whose figures are known."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+from experiments.__main__ import main
+from experiments.pages import put
+from experiments.pinn.figures import figures, medians
+from experiments.pinn.problems import PROBLEMS
+from experiments.pinn.records import read_groups
+from experiments.pinn.rivals import METHODS
+from experiments.pinn.style import NAMES, looks
+from experiments.pinn.table import short, table
+
+from tests.pinn_records import write
+
+
+def test_numbers_of_two_digits() -> None:
+    assert [short(v) for v in (1.234e-5, 0.05, 12.0, math.nan)] == ["1.2e-5", "5.0e-2", "1.2e1", "not finite"]
+
+
+def rows(text: str, title: str) -> dict[str, list[str]]:
+    """The cells of one table by their first, the head under its own name."""
+    part = text.split(f"## {title}\n")[1].split("\n## ")[0]
+    lines = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in part.splitlines() if line.startswith("|")
+    ]
+    return {line[0]: line[1:] for line in lines}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three seeds of three methods on two problems, on a third two methods; a diverged seed, an ablation."""
+    folder = tmp_path_factory.mktemp("results")
+    for seed, factor in enumerate((1.0, 4.0, 0.5)):
+        write(folder, "poisson2d", "ksd-rational", 1e-4 * factor, seed=seed, fields=1e-4 if seed == 0 else None)
+        write(
+            folder,
+            "poisson2d",
+            "lm",
+            1e-3 * factor,
+            seed=seed,
+            settings={"start": 1},
+            fields=2e-3 if seed == 0 else None,
+        )
+        write(folder, "poisson2d", "soap", 1e-2, seed=seed, loss=1e-12, fields=1e-2 if seed == 0 else None)
+        write(folder, "burgers", "ksd-rational", 1e-2 * factor, seed=seed)
+        write(
+            folder, "burgers", "lm", 1e-3, seed=seed, end="diverged" if seed == 1 else "stopped", settings={"start": 1}
+        )
+        write(folder, "burgers", "soap", 1e-1, seed=seed, settings={"lr": seed})
+    write(folder, "wave", "ksd-rational", 0.5)
+    write(folder, "wave", "lm", 0.25, settings={"start": 1})
+    write(folder, "wave", "ksd-rational", 1e-9, label="ksd-rational-rows800-60s")
+    write(folder, "wave", "lm", 0.125, seconds=300.0)
+    return folder
+
+
+def test_table_of_errors(results: Path) -> None:
+    text = table(results)
+    found = rows(text, "Relative L2 error after 60 s, network 3x32")
+    assert list(found) == [
+        "problem",
+        found_dashes(found),
+        "poisson2d",
+        "burgers",
+        "wave",
+        "geometric mean",
+        "ratio to KSD, rational",
+    ]
+    assert found["problem"] == ["KSD, rational", "LM", "SOAP"]
+    assert found["poisson2d"] == ["**1.0e-4**", "1.0e-3", "1.0e-2"]  # medians of factors 1, 4 and 0.5
+    assert found["burgers"] == ["1.0e-2", "**1.0e-3** †", "1.0e-1 ◊"]
+    assert found["wave"] == ["5.0e-1", "**2.5e-1**", "–"]
+    # (1e-4 · 1e-2 · 0.5)^(1/3), (1e-3 · 1e-3 · 0.25)^(1/3), (1e-2 · 1e-1)^(1/2), which is over other problems.
+    assert found["geometric mean"] == ["7.9e-3", "**6.3e-3**", "3.2e-2 (2 of 3)"]
+    # (10 · 0.1 · 0.5)^(1/3); of the two problems that both have (100 · 10)^(1/2).
+    assert found["ratio to KSD, rational"] == ["1", "0.794", "31.6"]
+    assert "† A seed whose loss was not finite at the end." in text
+    assert "rows800" not in text
+
+
+def found_dashes(found: dict[str, list[str]]) -> str:
+    return next(key for key in found if set(key) == {"-"})
+
+
+def test_table_of_ranges_losses_and_settings(results: Path) -> None:
+    text = table(results)
+    ranges = rows(text, "Lowest and highest error after 60 s, network 3x32")
+    assert ranges["poisson2d"] == ["5.0e-5 – 4.0e-4", "5.0e-4 – 4.0e-3", "1.0e-2 – 1.0e-2"]
+    losses = rows(text, "Training loss / held-out loss after 60 s, network 3x32")
+    assert losses["poisson2d"] == ["1.0e-8 / 3.0e-8", "1.0e-6 / 3.0e-6", "**1.0e-12** / **3.0e-12**"]
+    setup = rows(text, "What was run after 60 s, network 3x32")
+    assert setup["LM"] == ["start=1", "0 1 2", "7", "3 – 3", "61.5", "2 stopped, 1 diverged"]
+    assert setup["SOAP"][0] == "– ◊ lr=0 ◊ lr=1 ◊ lr=2"
+    assert rows(text, "Relative L2 error after 300 s, network 3x32")["wave"] == ["1.2e-1"]
+    assert "Lowest and highest error after 300 s" not in text  # one seed
+    only = rows(table(results, ["lm", "ksd-rational-rows800"]), "Relative L2 error after 60 s, network 3x32")
+    assert only["problem"] == ["LM", "ksd-rational-rows800"]
+    assert only["wave"] == ["2.5e-1", "**1.0e-9**"]
+
+
+def test_the_table_goes_between_its_marks(results: Path, tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("before\n<!-- pinn-table -->\nwhat stood here\n<!-- /pinn-table -->\nafter\n")
+    main(["pinn", "table", "--results", str(results), "--into", str(page)])
+    text = page.read_text()
+    assert text.startswith("before\n<!-- pinn-table -->\n\n## Relative L2 error")
+    assert text.endswith("\n\n<!-- /pinn-table -->\nafter\n")
+    assert "what stood here" not in text
+    with pytest.raises(ValueError, match="lacks the lines <!-- a --> and <!-- /a -->"):
+        put("text", page, ("<!-- a -->", "<!-- /a -->"))
+
+
+def test_a_file_that_is_no_record_is_named(tmp_path: Path) -> None:
+    path = write(tmp_path, "wave", "lm", 0.1)
+    path.write_text("\n".join(path.read_text().splitlines()[:-1]) + "\n")
+    with pytest.raises(ValueError, match=r"lm-60s-seed0.jsonl is no record of a run .*: remove it and repeat the run"):
+        table(tmp_path)
+
+
+def test_medians_over_seeds_hold_the_last_point(results: Path) -> None:
+    group = read_groups(results, PROBLEMS, list(NAMES))[0]
+    times, middle = medians(group.runs["poisson2d"]["ksd-rational"])
+    assert times == [1.0, 8.0, 60.0]
+    assert middle == pytest.approx([1e-4 ** (1 / 3), 1e-4 ** (2 / 3), 1e-4])
+
+
+def test_figures(results: Path, tmp_path: Path) -> None:
+    paths = figures(results, tmp_path)
+    kinds = ("error-3x32-60s", "fields-3x32-60s", "held-out-3x32-60s", "error-3x32-300s", "held-out-3x32-300s")
+    assert [path.name for path in paths] == [f"pinn-{kind}.{suffix}" for kind in kinds for suffix in ("png", "svg")]
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths[::2])
+    fields = (tmp_path / "pinn-fields-3x32-60s.svg").read_text()
+    assert "poisson2d: u*" in fields
+    assert "|u − u*|, LM" in fields  # the best rival, not SOAP
+    assert "SOAP" not in fields
+
+
+def test_every_method_has_a_name_and_a_look_of_its_own() -> None:
+    assert set(NAMES) == set(METHODS)
+    assert len({(look.colour, str(look.dashes)) for look in looks([*NAMES, "other"]).values()}) == len(NAMES) + 1
+    assert len({look.marker for look in looks(list(NAMES)).values()}) == len(NAMES)
