@@ -13,7 +13,7 @@ from experiments.pinn.problems import PROBLEMS, Problem, problem
 from torch import Tensor, nn
 
 from krylov_descent import KSD
-from krylov_descent.jacobian import OwnWeights, write_rows, write_rows_one_by_one
+from krylov_descent.jacobian import OwnWeights, Place, write_rows, write_rows_one_by_one
 
 CLOSED_FORM = [name for name in PROBLEMS if name != "allen-cahn"]
 BOUNDARY = {"3x32": 400, "4x50": 800}
@@ -268,7 +268,7 @@ def test_rows_of_the_jacobian_can_be_had_together(name: str) -> None:
     for z in terms:
         S = chosen[len(z)]
         together, one_by_one = ([p.new_empty(len(S), *p.shape) for p in params] for _ in range(2))
-        write_rows(own, z, S, torch.ones(len(S), dtype=z.dtype), together)
+        write_rows(own, z, Place(len(z), 0), S, torch.ones(len(S), dtype=z.dtype), together)
         write_rows_one_by_one(z, S[-2:], torch.ones(2, dtype=z.dtype), params, [rows[-2:] for rows in one_by_one])
         for a, b in zip(together, one_by_one, strict=True):
             torch.testing.assert_close(a[-2:], b[-2:])

@@ -126,6 +126,18 @@ def scaled() -> tuple[nn.Module, Closure]:
     return model, closure
 
 
+def mixed() -> tuple[nn.Module, Closure]:
+    """Outputs of two rows of the inputs each."""
+    model, x = mlp(2, 5, 1), torch.rand(12, 2, dtype=F64)
+
+    def closure() -> tuple[Tensor, Tensor]:
+        u = model(x)[:, 0]
+        r = u[:6] - 2 * u[6:]
+        return r.square().mean(), r
+
+    return model, closure
+
+
 def joined() -> tuple[nn.Module, Closure]:
     """One call for two sets of points: rows of the outputs are not those of the layers' inputs."""
     model, x = mlp(2, 5, 1), torch.rand(11, 2, dtype=F64)
@@ -139,7 +151,8 @@ def joined() -> tuple[nn.Module, Closure]:
 
 
 @pytest.mark.parametrize(
-    ("problem", "together"), [(pinn, True), (classifier, True), (sequence, True), (scaled, False), (joined, False)]
+    ("problem", "together"),
+    [(pinn, True), (classifier, True), (sequence, True), (scaled, False), (joined, True), (mixed, False)],
 )
 def test_all_rows_are_the_gauss_newton_matrix(problem: Callable[[], tuple[nn.Module, Closure]], together: bool) -> None:
     model, closure = problem()

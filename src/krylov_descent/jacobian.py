@@ -2,18 +2,20 @@
 
 Letters: z outputs [N, c], J = ∂z/∂θ, S ⊂ {1 … N} chosen rows, s of them, u [s, c] a cotangent for each.
 
-Row i of the outputs depends on row i of a layer's inputs only. So each chosen sample is given weights of its own,
+Row i of the outputs depends on one row of a layer's inputs only: row i, or row o + i where several sets of points go
+through the network together. So each chosen sample is given weights of its own,
 W + Δᵢ with Δ = 0 [s, out, in], and one backward pass from Σ_{i∈S} uᵢ·zᵢ has ∂/∂Δᵢ = uᵢᵀ∂zᵢ/∂W for all of S at once:
 rows that would take a backward pass each. It stays right where the closure differentiates the network itself, as
 physics-informed networks do, because Δ is part of what is differentiated there.
 
-It is silently wrong where a parameter acts elsewhere than in a linear layer, or rows of outputs are not those of the
-layers' inputs. ``along`` tells: Σᵢ wᵢ(uᵢᵀJᵢ) must be the ordinary backward pass from the cotangent w∘u.
+It is silently wrong where a parameter acts elsewhere than in a linear layer, or rows of outputs come from several rows
+of the layers' inputs. ``along`` tells: Σᵢ wᵢ(uᵢᵀJᵢ) must be the ordinary backward pass from the cotangent w∘u.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,12 +25,56 @@ from torch.overrides import TorchFunctionMode
 _CHUNK = 64  # rows that take a backward pass each, at a time
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where the rows of an output come from: rows ``offset`` … of calls with ``rows`` rows."""
+
+    rows: int
+    offset: int
+
+
+class Calls(TorchFunctionMode):
+    """While active, keeps what linear layers with weights in ``params`` give."""
+
+    def __init__(self, params: Sequence[Tensor]) -> None:
+        super().__init__()
+        self._params = set(map(id, params))
+        self.results: list[Tensor] = []
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Iterable[Any], args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        y = func(*args, **(kwargs or {}))
+        if func is torch.nn.functional.linear and y.requires_grad and y.ndim > 1:
+            _, W, b = _linear(*args, **(kwargs or {}))
+            if id(W) in self._params or id(b) in self._params:
+                self.results.append(y)
+        return y
+
+
+def place_of(z: Tensor, results: Sequence[Tensor]) -> Place:
+    """Which rows of the layers' inputs those of z are, as its first and its last row tell."""
+    n = z.shape[0]
+    for rows in sorted({y.shape[0] for y in results if y.shape[0] >= n}):
+        ys = [y for y in results if y.shape[0] == rows]
+        first, last = _touched(z[0], ys), _touched(z[n - 1], ys)
+        if len(first) == len(last) == 1 and last[0] - first[0] == n - 1:
+            return Place(rows, first[0])
+    return Place(n, 0)  # none that can be told: its rows will be refuted, and had one by one
+
+
+def _touched(e: Tensor, ys: Sequence[Tensor]) -> list[int]:
+    grads = torch.autograd.grad(e.sum(), ys, retain_graph=True, allow_unused=True)
+    found = [g.reshape(len(g), -1).abs().sum(1).nonzero()[:, 0].tolist() for g in grads if g is not None]
+    return sorted(set().union(*found))
+
+
 class OwnWeights(TorchFunctionMode):
     """While active, linear layers give each chosen row of their inputs weights of its own.
 
     Args:
         params: the parameters, by position.
-        chosen: number of rows → which of them; inputs with another number of rows are left alone.
+        chosen: number of rows → which of them, ascending; inputs with another number of rows are left alone.
     """
 
     def __init__(self, params: Sequence[Tensor], chosen: Mapping[int, Tensor]) -> None:
@@ -63,18 +109,19 @@ class OwnWeights(TorchFunctionMode):
             self._own[key] = torch.zeros(s, *p.shape, dtype=p.dtype, device=p.device, requires_grad=True)
         return self._own[key]
 
-    def of_rows(self, rows: int) -> list[tuple[int, Tensor]]:
-        """(position of the parameter, Δ) of the layers that saw so many rows."""
-        return [(i, own) for (i, seen), own in self._own.items() if seen == rows]
+    def of(self, place: Place, S: Tensor) -> tuple[list[tuple[int, Tensor]], Tensor]:
+        """(position of the parameter, Δ) of the layers that an output comes from, and where its rows S are in Δ."""
+        pairs = [(i, own) for (i, rows), own in self._own.items() if rows == place.rows]
+        return pairs, torch.searchsorted(self._chosen[place.rows], S + place.offset)
 
 
 def _linear(x: Tensor, W: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
     return x, W, bias
 
 
-def write_rows(own: OwnWeights, z: Tensor, S: Tensor, u: Tensor, into: Sequence[Tensor]) -> None:
+def write_rows(own: OwnWeights, z: Tensor, place: Place, S: Tensor, u: Tensor, into: Sequence[Tensor]) -> None:
     """uᵢᵀ∂zᵢ/∂θ for all i in S, into views [s, …] of the parameters' columns."""
-    pairs = own.of_rows(z.shape[0])
+    pairs, at = own.of(place, S)
     for view in into:
         view.zero_()
     if not pairs:
@@ -82,7 +129,7 @@ def write_rows(own: OwnWeights, z: Tensor, S: Tensor, u: Tensor, into: Sequence[
     rows = torch.autograd.grad(z[S], [delta for _, delta in pairs], u, retain_graph=True, allow_unused=True)
     for (i, _), row in zip(pairs, rows, strict=True):
         if row is not None:
-            into[i].copy_(row)
+            into[i].copy_(row if len(row) == len(at) else row[at])
 
 
 def along(z: Tensor, S: Tensor, wu: Tensor, params: Sequence[Tensor]) -> Iterator[Tensor | None]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,7 +17,15 @@ from torch import Tensor
 from krylov_descent.closure import Evaluation, require_outputs
 from krylov_descent.data import Microbatch
 from krylov_descent.distributed import Comm, added, attempt
-from krylov_descent.jacobian import OwnWeights, along, write_rows, write_rows_one_by_one
+from krylov_descent.jacobian import (
+    Calls,
+    OwnWeights,
+    Place,
+    along,
+    place_of,
+    write_rows,
+    write_rows_one_by_one,
+)
 from krylov_descent.objective import Objective
 from krylov_descent.output_hessian import cotangents, output_roots
 
@@ -33,7 +42,7 @@ class Sketcher:
         self._judged: tuple[object, ...] = ()
         self.together = True
         self._checks = 0
-        self._shapes: dict[int | None, tuple[tuple[int, ...], ...]] = {}
+        self._seen: dict[int | None, _Seen] = {}
 
     def draw(self, objective: Objective, batches: Sequence[Microbatch], key: Sequence[int]) -> tuple[Tensor, Tensor]:
         """J, this rank's columns [m, P_local] of the rows of all ranks, and ρ [m]; ``key`` seeds which are drawn.
@@ -44,7 +53,7 @@ class Sketcher:
         comm = objective.comm
         judged = (objective.identity, *map(id, objective.parameters.params))
         if judged != self._judged:
-            self._judged, self.together, self._checks, self._shapes = judged, True, 0, {}
+            self._judged, self.together, self._checks, self._seen = judged, True, 0, {}
         count = float(added(comm, float(len(batches))))
         wanted = max(1, round(self._rows / max(1.0, count)))
         parts: list[tuple[Tensor, Tensor, float]] = []
@@ -67,51 +76,52 @@ class Sketcher:
 
     def _part(self, objective: Objective, batch: Microbatch, wanted: int, seed: int) -> tuple[Tensor, Tensor, float]:
         """Rows of one micro-batch, their ρ, and the weight of the micro-batch."""
-        evaluation, own, chosen = self._evaluate(objective, batch, wanted, seed)
+        evaluation, own, seen, chosen = self._evaluate(objective, batch, wanted, seed)
         signs = torch.Generator("cpu").manual_seed(seed + 1)
         deltas = torch.autograd.grad(evaluation.loss, evaluation.outputs, create_graph=True, allow_unused=True)
         found = []
-        for z, delta in zip(evaluation.outputs, deltas, strict=True):
+        for z, delta, place, S in zip(evaluation.outputs, deltas, seen.places, chosen, strict=True):
             z = z.reshape(1) if z.ndim == 0 else z
-            S = chosen[z.shape[0]]
             roots = output_roots(z, delta, S, signs)
             if isinstance(roots, str):
                 raise ValueError(f"basis='rational' cannot be used with this loss: {roots}. Use basis='krylov'.")
             scale = (z.shape[0] / len(S)) ** 0.5
-            found += [(z, S, u * scale, rho * scale) for u, rho in zip(roots.u, roots.rho, strict=True)]
-        J = _room(sum(len(S) for _, S, _, _ in found), objective)
+            found += [(z, place, S, u * scale, rho * scale) for u, rho in zip(roots.u, roots.rho, strict=True)]
+        J = _room(sum(len(S) for _, _, S, _, _ in found), objective)
         at = 0
-        for z, S, u, _ in found:
-            self._write(objective, own, z, S, u, J[at : at + len(S)])
+        for z, place, S, u, _ in found:
+            self._write(objective, own, z, place, S, u, J[at : at + len(S)])
             at += len(S)
-        rho = torch.cat([rho for _, _, _, rho in found]) if found else J.new_zeros(0)
+        rho = torch.cat([rho for *_, rho in found]) if found else J.new_zeros(0)
         return J, rho.detach(), evaluation.weight
 
     def _evaluate(
         self, objective: Objective, batch: Microbatch, wanted: int, seed: int
-    ) -> tuple[Evaluation, OwnWeights, dict[int, Tensor]]:
+    ) -> tuple[Evaluation, OwnWeights, _Seen, list[Tensor]]:
         """The closure with weights of their own for the rows that are drawn.
 
         Which rows there are is known from the last call with so many samples, and at the first from a call without.
         """
+        params = objective.parameters.params
         while True:
-            # Seeded at each attempt: what is drawn does not depend on what was known before.
-            known = self._shapes.get(batch.samples, ())
-            chosen = _choose(known, wanted, torch.Generator("cpu").manual_seed(seed))
-            own = OwnWeights(objective.parameters.params, chosen)
-            with own:
-                evaluation = objective.evaluate(batch)
-            require_outputs(evaluation, "basis='rational'")
-            shapes = tuple(tuple(z.shape) for z in evaluation.outputs)
-            if shapes == known:
-                return evaluation, own, chosen
-            self._shapes[batch.samples] = shapes
+            seen = self._seen.get(batch.samples)
+            if seen is not None:
+                # Seeded at each attempt: what is drawn does not depend on what was known before.
+                chosen = _choose(seen, wanted, torch.Generator("cpu").manual_seed(seed))
+                own = OwnWeights(params, _together(seen, chosen))
+                with own:
+                    evaluation = objective.evaluate(batch)
+                if seen.shapes == _shapes(evaluation):
+                    return evaluation, own, seen, chosen
+            self._seen[batch.samples] = _look(objective, batch)
 
-    def _write(self, objective: Objective, own: OwnWeights, z: Tensor, S: Tensor, u: Tensor, block: Tensor) -> None:
+    def _write(
+        self, objective: Objective, own: OwnWeights, z: Tensor, place: Place, S: Tensor, u: Tensor, block: Tensor
+    ) -> None:
         params = objective.parameters.params
         views = _columns(block, params)
         if self.together:
-            write_rows(own, z, S, u, views)
+            write_rows(own, z, place, S, u, views)
             if self._due() and not _confirmed(z, S, u, params, block):
                 self.together = False
         if not self.together:
@@ -155,20 +165,49 @@ def _room(rows: int, objective: Objective) -> Tensor:
         ) from None
 
 
-def _choose(shapes: Sequence[tuple[int, ...]], wanted: int, generator: torch.Generator) -> dict[int, Tensor]:
-    """For each number of rows, which are drawn.
+@dataclass(frozen=True)
+class _Seen:
+    """What is known of a closure's outputs: shapes, and where their rows come from."""
+
+    shapes: tuple[tuple[int, ...], ...]
+    places: tuple[Place, ...]
+
+
+def _look(objective: Objective, batch: Microbatch) -> _Seen:
+    calls = Calls(objective.parameters.params)
+    with calls:
+        evaluation = objective.evaluate(batch)
+    require_outputs(evaluation, "basis='rational'")
+    rows = (z.reshape(1) if z.ndim == 0 else z for z in evaluation.outputs)
+    return _Seen(_shapes(evaluation), tuple(place_of(z, calls.results) for z in rows))
+
+
+def _shapes(evaluation: Evaluation) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(z.shape) for z in evaluation.outputs)
+
+
+def _choose(seen: _Seen, wanted: int, generator: torch.Generator) -> list[Tensor]:
+    """Which rows of each output are drawn; the same of outputs that come from the same rows.
 
     In proportion to their number, but no output gets less than a third of an even share.
     """
-    numbers = [shape[0] if shape else 1 for shape in shapes]
-    widths = [cotangents(math.prod(shape[1:])) for shape in shapes]
+    numbers = [shape[0] if shape else 1 for shape in seen.shapes]
+    widths = [cotangents(math.prod(shape[1:])) for shape in seen.shapes]
     total = sum(n * k for n, k in zip(numbers, widths, strict=True))
-    chosen: dict[int, Tensor] = {}
-    for n, k in zip(numbers, widths, strict=True):
-        s = min(n, max(1, round(wanted * max(n / total, 1 / (3 * k * len(shapes))))))
-        if n not in chosen or s > len(chosen[n]):
-            chosen[n] = torch.randperm(n, generator=generator, device="cpu")[:s].sort().values
-    return chosen
+    drawn: dict[tuple[Place, int], Tensor] = {}
+    for n, k, place in zip(numbers, widths, seen.places, strict=True):
+        s = min(n, max(1, round(wanted * max(n / total, 1 / (3 * k * len(numbers))))))
+        if (place, n) not in drawn or s > len(drawn[place, n]):
+            drawn[place, n] = torch.randperm(n, generator=generator, device="cpu")[:s].sort().values
+    return [drawn[place, n] for n, place in zip(numbers, seen.places, strict=True)]
+
+
+def _together(seen: _Seen, chosen: Sequence[Tensor]) -> dict[int, Tensor]:
+    """For each number of rows of a layer's inputs, those that some output was chosen from."""
+    rows: dict[int, list[Tensor]] = {}
+    for place, S in zip(seen.places, chosen, strict=True):
+        rows.setdefault(place.rows, []).append(S + place.offset)
+    return {number: torch.unique(torch.cat(parts)) for number, parts in rows.items()}
 
 
 def _columns(block: Tensor, params: Sequence[Tensor]) -> list[Tensor]:
