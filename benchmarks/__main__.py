@@ -1,8 +1,8 @@
 """Measure KSD against the bare engine and against others: `python -m benchmarks [section ...]`.
 
 Every figure is a ratio of times taken in turn within one run: medians, and quartiles in brackets. Sections: products,
-fisher, step, compiling, memory, growth, ranks; without a name, all of them (about three quarters of an hour on two
-cores; --quick: a quarter). A section's results are added to the JSON file as soon as they are known.
+fisher, step, compiling, memory, growth, rational, ranks; without a name, all of them (about three quarters of an hour
+on two cores; --quick: a quarter). A section's results are added to the JSON file as soon as they are known.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 from experiments.curves import curves
 from experiments.networks import autoencoder
 
-from benchmarks import compiling, fisher, growth, memory, problems, products, ranks, step
+from benchmarks import compiling, fisher, growth, memory, problems, products, ranks, rational, step
 from benchmarks.problems import Problem
 from benchmarks.timing import Ratio
 from krylov_descent.data import Microbatch
@@ -105,6 +105,11 @@ def run_growth(quick: bool) -> dict[str, Any]:
     return growth.measure(quick=quick)
 
 
+def run_rational(quick: bool) -> dict[str, Any]:
+    """A step of the rational basis: seconds by part over n and m, and memory."""
+    return rational.measure(quick=quick)
+
+
 def run_ranks(quick: bool) -> dict[str, Any]:
     """Memory, bytes and seconds on 1, 2 and 4 ranks."""
     return ranks.measure(quick)
@@ -117,6 +122,7 @@ SECTIONS: dict[str, Callable[[bool], dict[str, Any]]] = {
     "compiling": run_compiling,
     "memory": run_memory,
     "growth": run_growth,
+    "rational": run_rational,
     "ranks": run_ranks,
 }
 
@@ -150,6 +156,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="fewer rounds and smaller sizes")
     parser.add_argument("--json", type=Path, default=Path("benchmarks.json"), help="results are added to this file")
     parser.add_argument("--plot", type=Path, default=Path("growth.svg"), help="the picture of section growth")
+    parser.add_argument("--figures", type=Path, default=Path(), help="folder for rational-cost.png and .svg")
     parser.add_argument("--allocator", choices=("keeping", "default"), default="keeping", help="of glibc")
     arguments = parser.parse_args()
     if arguments.allocator == "keeping" and any(os.environ.get(k) != v for k, v in KEEPING.items()):
@@ -162,6 +169,8 @@ def main() -> None:
         show(found, 1)
         if name == "growth":
             growth.plot(found, arguments.plot)
+        if name == "rational":
+            rational.plot(found, arguments.figures / "rational-cost")
         results = json.loads(arguments.json.read_text()) if arguments.json.exists() else {}
         results[name] = {
             "date": datetime.date.today().isoformat(),

@@ -25,7 +25,7 @@ EVALUATIONS = 20
 P_SIZES = (100_000, 300_000, 1_000_000, 3_000_000, 10_000_000, 30_000_000)
 K_SIZES = (5, 10, 20, 50, 100)
 N_SIZES = (10_000, 30_000, 100_000, 300_000, 1_000_000)
-_RETURNING = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0"}
+RETURNING = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0"}
 _INPUTS, _OUTPUTS = 100, 10
 
 
@@ -74,7 +74,7 @@ def point(*, for_memory: bool = False, **arguments: int) -> dict[str, float]:
         text=True,
         check=True,
         cwd=Path(__file__).parent.parent,
-        env={**os.environ, **(_RETURNING if for_memory else {})},
+        env={**os.environ, **(RETURNING if for_memory else {})},
     )
     found: dict[str, float] = json.loads(done.stdout)
     return found

@@ -26,7 +26,7 @@ from unittest import mock
 
 import torch
 
-from benchmarks.growth import _RETURNING, peak_bytes
+from benchmarks.growth import RETURNING, peak_bytes
 from benchmarks.timing import Ratio, ratio, spread
 
 Found = dict[str, Any]
@@ -154,7 +154,7 @@ def point(R: int, *, for_memory: bool = False, variants: str = "plain", **argume
     """``one`` on R new processes: what each of them found."""
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in arguments.items()]
     command = [sys.executable, "-m", "benchmarks.ranks", f"--variants={variants}", *flags]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", **(_RETURNING if for_memory else {})}
+    env = {**os.environ, "OMP_NUM_THREADS": "1", **(RETURNING if for_memory else {})}
     with socket.socket() as free:
         free.bind(("localhost", 0))
         address = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free.getsockname()[1])}

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from benchmarks import growth, hand, step
+from benchmarks import growth, hand, rational, step
 from benchmarks.problems import Problem, autoencoder, classifier, convolutional
 from benchmarks.timing import interleaved, ratio
 from torch.utils.flop_counter import FlopCounterMode
 
 from krylov_descent import KSD, Fisher, Subsets
 from krylov_descent.curvature import CURVATURES, CurvatureProduct
+from krylov_descent.sketch import Sketcher
 
 SMALL = (784, 200, 100, 20, 100, 200, 784)
 
@@ -113,6 +115,32 @@ def test_times() -> None:
 def test_memory_is_V_and_about_eight_vectors() -> None:
     points = [growth.point(P=P, K=5, N=20, batch_size=2, steps=3, for_memory=True) for P in (1_000_000, 4_000_000)]
     assert 7 < growth.vectors(points) - 5 < 8.5
+
+
+def test_a_rational_step_takes_a_few_times_the_memory_of_its_sketch() -> None:
+    found = rational.point(n=8_000, rows=600, points=700)
+    assert found["m"] >= 600
+    assert 1 < found["bytes"] / (8 * found["mn"]) < 6
+
+
+def test_the_parts_of_a_rational_step_are_all_of_it(tmp_path: Path) -> None:
+    draw = Sketcher.draw
+    points = [rational.one(n, rows, points=60, steps=1) for n, rows in ((200, 10), (400, 30))]
+    assert Sketcher.draw is draw
+    for found in points:
+        assert all(found[part] > 0 for part in rational.PARTS)
+        assert sum(found[part] for part in (*rational.PARTS, "other")) == pytest.approx(found["seconds"])
+        assert found["other"] < 0.5 * found["seconds"]
+    memory = [{"mn": 1e5, "bytes": 3e6}, {"mn": 1e6, "bytes": 3e7}]
+    assert rational.copies(memory) == pytest.approx(3.75)
+    results = {
+        "m": points,
+        "n": points,
+        "memory": {"m": memory, "n": memory},
+        "exponents": {"seconds over m": 1.0, "seconds over n": 1.0},
+        "copies of J": {"m": 3.75, "n": 3.75},
+    }
+    assert all(path.stat().st_size for path in rational.plot(results, tmp_path / "rational-cost"))
 
 
 @pytest.mark.filterwarnings("ignore")  # of the other libraries

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from krylov_descent import KSD, Rational, Subsets
 from krylov_descent.basis import Carry, Family, Starts, Turn
@@ -103,21 +104,21 @@ def sequence() -> tuple[nn.Module, Closure]:
 
 
 class Scaled(nn.Module):
-    """A parameter outside of any linear layer."""
+    """A parameter outside of any linear layer, of one entry or of more than have columns of their own."""
 
-    def __init__(self) -> None:
+    def __init__(self, *shape: int) -> None:
         super().__init__()
-        self.scale = nn.Parameter(torch.tensor(0.7))
+        self.scale = nn.Parameter(torch.full(shape, 0.7))
         self.first, self.second = nn.Linear(4, 5), nn.Linear(5, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.second(torch.tanh(self.scale * self.first(x)))
+        out: Tensor = self.second(torch.tanh(self.scale.mean() * self.first(x)))
         return out
 
 
-def scaled() -> tuple[nn.Module, Closure]:
+def scaled(*shape: int) -> tuple[nn.Module, Closure]:
     torch.manual_seed(0)
-    model, x = Scaled().double(), torch.randn(9, 4, dtype=F64)
+    model, x = Scaled(*shape).double(), torch.randn(9, 4, dtype=F64)
 
     def closure() -> tuple[Tensor, Tensor]:
         r = model(x) - x[:, :1]
@@ -126,14 +127,58 @@ def scaled() -> tuple[nn.Module, Closure]:
     return model, closure
 
 
-def mixed() -> tuple[nn.Module, Closure]:
-    """Outputs of two rows of the inputs each."""
-    model, x = mlp(2, 5, 1), torch.rand(12, 2, dtype=F64)
+class Once(torch.autograd.Function):
+    """A square that refuses to be differentiated twice."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.square()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, y: Tensor) -> Tensor:
+        x: Tensor = ctx.saved_tensors[0]
+        return 2 * x * y
+
+
+def once() -> tuple[nn.Module, Closure]:
+    """A parameter outside of any linear layer whose column cannot be had by differentiating twice."""
+    model, _ = scaled()
+    x = torch.randn(9, 4, dtype=F64)
 
     def closure() -> tuple[Tensor, Tensor]:
-        u = model(x)[:, 0]
-        r = u[:6] - 2 * u[6:]
+        r: Tensor = Once.apply(model(x)) - x[:, :1]  # type: ignore[no-untyped-call]
         return r.square().mean(), r
+
+    return model, closure
+
+
+def inverse() -> tuple[nn.Module, Closure]:
+    """Coefficients of an equation are parameters too, those of a term of their own among them."""
+    model = mlp(1, 5, 1)
+    model.register_parameter("c", nn.Parameter(torch.tensor([0.3, -1.2], dtype=F64)))
+    x = torch.linspace(0, 1, 9, dtype=F64)[:, None].requires_grad_()
+
+    def closure() -> tuple[Tensor, tuple[Tensor, ...]]:
+        c = model.get_parameter("c")
+        u = model(x)
+        (u_x,) = torch.autograd.grad(u.sum(), x, create_graph=True)
+        (u_xx,) = torch.autograd.grad(u_x.sum(), x, create_graph=True)
+        r, b, known = (c[0].exp() * u_xx + c[1] * u * u_x)[2:], u[:2] - 1, c[:1] - 0.5
+        return r.square().mean() + b.square().mean() + known.square().mean(), (r, b, known)
+
+    return model, closure
+
+
+def mixed(step: int) -> tuple[nn.Module, Closure]:
+    """Outputs of two rows of the inputs each, which others share if they are but one row apart."""
+    model, x = mlp(2, 5, 1), torch.rand(12, 2, dtype=F64)
+
+    def closure() -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        u = model(x)[:, 0]
+        r, b = u[:4] - 2 * u[step : step + 4], u[8:] - 1
+        return r.square().mean() + b.square().mean(), (r, b)
 
     return model, closure
 
@@ -152,7 +197,18 @@ def joined() -> tuple[nn.Module, Closure]:
 
 @pytest.mark.parametrize(
     ("problem", "together"),
-    [(pinn, True), (classifier, True), (sequence, True), (scaled, False), (joined, True), (mixed, False)],
+    [
+        (pinn, True),
+        (classifier, True),
+        (sequence, True),
+        (scaled, True),
+        (lambda: scaled(100), False),
+        (once, False),
+        (inverse, True),
+        (joined, True),
+        (lambda: mixed(4), True),
+        (lambda: mixed(1), False),
+    ],
 )
 def test_all_rows_are_the_gauss_newton_matrix(problem: Callable[[], tuple[nn.Module, Closure]], together: bool) -> None:
     model, closure = problem()
@@ -164,7 +220,7 @@ def test_all_rows_are_the_gauss_newton_matrix(problem: Callable[[], tuple[nn.Mod
     assert sketcher.together == together
 
 
-@pytest.mark.parametrize("problem", [pinn, classifier, joined])
+@pytest.mark.parametrize("problem", [pinn, classifier, joined, inverse])
 def test_some_rows_are_unbiased(problem: Callable[[], tuple[nn.Module, Closure]]) -> None:
     model, closure = problem()
     G, g = dense(model, closure)
@@ -423,7 +479,7 @@ def test_rows_that_are_not_finite_are_left_out() -> None:
 def test_memory_that_does_not_fit_is_refused_with_the_remedy() -> None:
     model, closure = pinn()
     n = sum(p.numel() for p in model.parameters())
-    with pytest.raises(ValueError, match=rf"takes {400 * n * 8:,} bytes.*Use basis='krylov'"):
+    with pytest.raises(ValueError, match=rf"takes {5 * 400 * n * 8:,} bytes.*Use basis='krylov'"):
         KSD(model.parameters(), basis="rational", memory_budget=1000).step(closure)
 
 

@@ -46,7 +46,7 @@ class Carry:
     Attributes:
         damping: λ of the flow.
         length: η, of the last piece of it that was followed.
-        scale: what makes a direction of the last step, 1/η; 0 if that step was not along the flow.
+        scale: what makes of the last step the rest of its direction, 1/η − 1; 0 if it was not along the flow.
         damped: λ of the last damped step.
     """
 

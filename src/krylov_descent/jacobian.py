@@ -3,17 +3,23 @@
 Letters: z outputs [N, c], J = ∂z/∂θ, S ⊂ {1 … N} chosen rows, s of them, u [s, c] a cotangent for each.
 
 Row i of the outputs depends on one row of a layer's inputs only: row i, or row o + i where several sets of points go
-through the network together. So each chosen sample is given weights of its own,
+through the network together, or on one of each of several sets, rows o₁ + i, o₂ + i, … (both ends of a periodic
+boundary). So each chosen row of the inputs is given weights of its own,
 W + Δᵢ with Δ = 0 [s, out, in], and one backward pass from Σ_{i∈S} uᵢ·zᵢ has ∂/∂Δᵢ = uᵢᵀ∂zᵢ/∂W for all of S at once:
 rows that would take a backward pass each. It stays right where the closure differentiates the network itself, as
 physics-informed networks do, because Δ is part of what is differentiated there.
 
-It is silently wrong where a parameter acts elsewhere than in a linear layer, or rows of outputs come from several rows
-of the layers' inputs. ``along`` tells: Σᵢ wᵢ(uᵢᵀJᵢ) must be the ordinary backward pass from the cotangent w∘u.
+Parameters in no linear layer (unknown coefficients of an equation), if of few entries, have their columns instead: the
+backward pass is linear in its cotangent, and the derivative of one entry of it by the weight of each uᵢ is a column.
+
+It is silently wrong where a parameter acts both in a linear layer and elsewhere, one of many entries in none, or rows
+of outputs share rows of the layers' inputs. ``along`` tells: Σᵢ wᵢ(uᵢᵀJᵢ) must be the ordinary backward pass from the
+cotangent w∘u.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,14 +29,20 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 _CHUNK = 64  # rows that take a backward pass each, at a time
+_FEW = 32  # entries in no linear layer that take a derivative of a backward pass each
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where the rows of an output come from: rows ``offset`` … of calls with ``rows`` rows."""
+    """Where the rows of an output come from: row i from rows o + i of calls with ``rows`` rows, for each offset o."""
 
     rows: int
     offset: int
+    further: tuple[int, ...] = ()
+
+    def of(self, S: Tensor) -> Tensor:
+        """Rows of the calls [offsets, s] that those of S come from."""
+        return S + torch.tensor((self.offset, *self.further), device=S.device)[:, None]
 
 
 class Calls(TorchFunctionMode):
@@ -58,8 +70,9 @@ def place_of(z: Tensor, results: Sequence[Tensor]) -> Place:
     for rows in sorted({y.shape[0] for y in results if y.shape[0] >= n}):
         ys = [y for y in results if y.shape[0] == rows]
         first, last = _touched(z[0], ys), _touched(z[n - 1], ys)
-        if len(first) == len(last) == 1 and last[0] - first[0] == n - 1:
-            return Place(rows, first[0])
+        apart = all(after - before >= n for before, after in itertools.pairwise(first))
+        if first and apart and last == [o + n - 1 for o in first]:
+            return Place(rows, first[0], tuple(first[1:]))
     return Place(n, 0)  # none that can be told: its rows will be refuted, and had one by one
 
 
@@ -79,7 +92,7 @@ class OwnWeights(TorchFunctionMode):
 
     def __init__(self, params: Sequence[Tensor], chosen: Mapping[int, Tensor]) -> None:
         super().__init__()
-        self._index = {id(p): i for i, p in enumerate(params)}
+        self._params, self._index = params, {id(p): i for i, p in enumerate(params)}
         self._chosen = chosen
         self._own: dict[tuple[int, int], Tensor] = {}
 
@@ -110,9 +123,15 @@ class OwnWeights(TorchFunctionMode):
         return self._own[key]
 
     def of(self, place: Place, S: Tensor) -> tuple[list[tuple[int, Tensor]], Tensor]:
-        """(position of the parameter, Δ) of the layers that an output comes from, and where its rows S are in Δ."""
+        """(position of the parameter, Δ) of the layers that an output comes from, and where its rows are in Δ."""
         pairs = [(i, own) for (i, rows), own in self._own.items() if rows == place.rows]
-        return pairs, torch.searchsorted(self._chosen[place.rows], S + place.offset)
+        return pairs, torch.searchsorted(self._chosen[place.rows], place.of(S))
+
+    def outside(self) -> dict[int, Tensor]:
+        """Position → parameter, of those in no linear layer; none if they are not of few entries."""
+        inside = {i for i, _ in self._own}
+        found = {i: p for i, p in enumerate(self._params) if i not in inside}
+        return found if sum(p.numel() for p in found.values()) <= _FEW else {}
 
 
 def _linear(x: Tensor, W: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -124,12 +143,26 @@ def write_rows(own: OwnWeights, z: Tensor, place: Place, S: Tensor, u: Tensor, i
     pairs, at = own.of(place, S)
     for view in into:
         view.zero_()
-    if not pairs:
-        return
-    rows = torch.autograd.grad(z[S], [delta for _, delta in pairs], u, retain_graph=True, allow_unused=True)
-    for (i, _), row in zip(pairs, rows, strict=True):
-        if row is not None:
-            into[i].copy_(row if len(row) == len(at) else row[at])
+    if pairs:
+        rows = torch.autograd.grad(z[S], [delta for _, delta in pairs], u, retain_graph=True, allow_unused=True)
+        for (i, _), row in zip(pairs, rows, strict=True):
+            if row is not None:
+                into[i].copy_(row if len(row) == at.shape[1] else row[at].sum(0))
+    if outside := own.outside():
+        try:
+            _write_columns(z[S], u, list(outside.values()), [into[i] for i in outside])
+        except RuntimeError:  # an operation without a second derivative: zero is refuted, and rows had one by one
+            return
+
+
+def _write_columns(zs: Tensor, u: Tensor, params: Sequence[Tensor], into: Sequence[Tensor]) -> None:
+    """As ``write_rows``, for any operations that can be differentiated twice, entry by entry of the parameters."""
+    w = torch.ones(len(u), *(1,) * (u.ndim - 1), dtype=u.dtype, device=u.device, requires_grad=True)
+    slopes = torch.autograd.grad(zs, params, u * w, create_graph=True, allow_unused=True)
+    for view, slope in zip(into, slopes, strict=True):
+        if slope is not None and slope.requires_grad:
+            columns = [torch.autograd.grad(e, w, retain_graph=True)[0].reshape(-1) for e in slope.reshape(-1)]
+            view.copy_(torch.stack(columns, 1).view_as(view))
 
 
 def along(z: Tensor, S: Tensor, wu: Tensor, params: Sequence[Tensor]) -> Iterator[Tensor | None]:

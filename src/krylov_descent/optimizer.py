@@ -54,9 +54,9 @@ class KSD(ClosureOptimizer):
         params: parameters or parameter groups; a group may have its own ``weight_decay``. Frozen parameters
             (``requires_grad=False``) are left alone. The groups' ``lr`` is inert, for trainers that read it.
         krylov_dim: K, the Krylov vectors of a step; 20 is the paper's. Memory is K+1 vectors of all parameters.
-        basis: "krylov", the paper's; "rational", damped Gauss–Newton steps of many dampings from a sketch of the
-            Jacobian, for networks of up to some ten thousand parameters: physics-informed networks, least squares
-            (``Rational`` has its settings).
+        basis: "krylov", the paper's; "rational", a Gauss–Newton direction gathered from sketches of the Jacobian and
+            followed in short pieces, for physics-informed networks and least squares with up to some ten thousand
+            parameters (``Rational`` has its settings).
         curvature: "ggn", the Gauss–Newton matrix (the paper's, and the best there); "hessian", exact and possibly
             indefinite; "fisher", the empirical Fisher matrix.
         preconditioner: "fisher", the diagonal of the per-sample Fisher matrix (the paper's); ``Fisher(...)`` with

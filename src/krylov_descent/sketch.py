@@ -206,7 +206,7 @@ def _together(seen: _Seen, chosen: Sequence[Tensor]) -> dict[int, Tensor]:
     """For each number of rows of a layer's inputs, those that some output was chosen from."""
     rows: dict[int, list[Tensor]] = {}
     for place, S in zip(seen.places, chosen, strict=True):
-        rows.setdefault(place.rows, []).append(S + place.offset)
+        rows.setdefault(place.rows, []).append(place.of(S).reshape(-1))
     return {number: torch.unique(torch.cat(parts)) for number, parts in rows.items()}
 
 

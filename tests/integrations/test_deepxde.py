@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from krylov_descent import KSD, StepReport
+from krylov_descent.rational import RationalBuilder
 
 os.environ.setdefault("DDE_BACKEND", "pytorch")
 dde = pytest.importorskip("deepxde")
@@ -124,6 +125,33 @@ def test_the_loss_is_that_of_deepxde() -> None:
     assert np.array_equal(m.train(iterations=0, verbose=0)[0].loss_train[-1], history.loss_train[6])
 
 
+def rows_together(optimizer: Any) -> bool:
+    """Whether the rational basis had its rows at the cost of a few gradients, and not by a backward pass each."""
+    builder = optimizer._builder
+    assert isinstance(builder, RationalBuilder)
+    return builder._sketcher.together
+
+
+@pytest.mark.parametrize("precision", ["float32", "float64"])
+def test_the_rational_basis(precision: str) -> None:
+    dde.config.set_default_float(precision)
+    m = model()
+    optimizer = compile_ksd(m, loss_weights=[1, 100], basis="rational", verbose=0)
+    m.train(iterations=30, display_every=30, verbose=0)
+    assert error(m) < (1e-2 if precision == "float32" else 1e-4)
+    assert rows_together(optimizer)
+
+
+def test_the_rational_basis_with_all_kinds_of_terms() -> None:
+    """Points of all terms go through the network in one call; a periodic residual is of two of them."""
+    reports: list[StepReport] = []
+    m, weights = mixed_terms()
+    optimizer = compile_ksd(m, loss_weights=weights, basis="rational", on_report=reports.append, verbose=0)
+    m.train(iterations=40, display_every=40, verbose=0)
+    assert reports[-1].search_loss_after < 0.1 * reports[0].loss
+    assert rows_together(optimizer)
+
+
 def test_steps_are_those_of_a_closure_written_by_hand() -> None:
     m = model()
     start = {name: p.clone() for name, p in m.net.state_dict().items()}
@@ -189,6 +217,15 @@ def test_inverse_problem_and_exact_resume(tmp_path: Path) -> None:
     compile_ksd(without, verbose=0)
     with pytest.raises(ValueError, match="external_trainable_variables"):
         without.restore(path)
+
+
+def test_an_inverse_problem_with_the_rational_basis() -> None:
+    m, c = inverse()
+    arguments: dict[str, Any] = {"loss_weights": [1, 100], "basis": "rational"}
+    optimizer = compile_ksd(m, external_trainable_variables=c, verbose=0, **arguments)
+    m.train(iterations=60, display_every=60, verbose=0)
+    assert c.item() == pytest.approx(np.pi**2, rel=1e-2)
+    assert rows_together(optimizer)
 
 
 def test_points_may_be_resampled() -> None:

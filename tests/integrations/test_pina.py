@@ -35,6 +35,7 @@ from pina.weighting import ScalarWeighting, SelfAdaptiveWeighting
 
 from krylov_descent import KSD, StepReport
 from krylov_descent.integrations.pina import KSDPINN, KSDSolver, KSDSupervisedSolver
+from krylov_descent.rational import RationalBuilder
 
 pytestmark = [
     # Lightning 2.6 with torch 2.13.
@@ -157,10 +158,33 @@ class Inverse(SpatialProblem, InverseProblem):  # type: ignore[misc]
     }
 
 
-def inverse() -> KSDPINN:
+def inverse(**arguments: Any) -> KSDPINN:
     problem = Inverse()
     problem.discretise_domain(20, "grid", domains="D")
-    return KSDPINN(problem, network(), weighting=ScalarWeighting({"D": 1.0, "data": 100.0}))
+    return KSDPINN(problem, network(), weighting=ScalarWeighting({"D": 1.0, "data": 100.0}), **arguments)
+
+
+def rows_together(solver: Any) -> bool:
+    """Whether the rational basis had its rows at the cost of a few gradients, and not by a backward pass each."""
+    builder = solver.optimizer.instance._builder
+    assert isinstance(builder, RationalBuilder)
+    return builder._sketcher.together
+
+
+def test_the_rational_basis() -> None:
+    weighting = ScalarWeighting({"left": 10.0, "right": 10.0, "D": 1.0})
+    rational = TorchOptimizer(KSD, basis="rational")
+    solver = KSDPINN(poisson(), network(), optimizer=rational, weighting=weighting)
+    train(solver, 60)
+    assert error(solver) < 1e-2
+    assert rows_together(solver)
+
+
+def test_an_inverse_problem_with_the_rational_basis() -> None:
+    solver = inverse(optimizer=TorchOptimizer(KSD, basis="rational"))
+    train(solver, 60)
+    assert solver.problem.unknown_parameters["c"].item() == pytest.approx(torch.pi**2, rel=5e-2)
+    assert rows_together(solver)
 
 
 def test_inverse_problem_and_exact_resume(tmp_path: Path) -> None:

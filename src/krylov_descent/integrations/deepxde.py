@@ -66,6 +66,8 @@ def compile_ksd(
         on_report: called with the ``StepReport`` of each step: a writer of ``krylov_descent.writers``, or
             ``reports.append``.
         **ksd: other arguments of ``KSD``. An "l2" regularisation of the network becomes its ``weight_decay``.
+            ``basis="rational"`` takes more and cheaper steps, and no ``krylov_dim``; docs/integrations.md has a figure.
+            Neither is ahead everywhere: try both.
 
     Returns:
         The optimizer, which is ``model.opt`` too.

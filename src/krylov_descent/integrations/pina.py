@@ -54,6 +54,7 @@ class KSDSolver(SingleModelSolver):  # type: ignore[misc]
         model: as for any solver.
         optimizer: ``TorchOptimizer(KSD, krylov_dim=20)`` for other settings than the default, K = 50: these networks
             are small and ill-conditioned (``krylov_descent.integrations.deepxde`` has figures).
+            ``TorchOptimizer(KSD, basis="rational")`` for the rational basis.
         **arguments: of the solver: ``weighting``, ``loss``, ...
 
     Attributes:
