@@ -124,13 +124,14 @@ def _run(options: Run) -> None:
     from experiments.methods import settings_of
     from experiments.problems import load_problem
     from experiments.progress import watching
+    from experiments.settings import pair
 
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     # Saturated units have gradients below the normal range of float32, on which a pass takes up to eight times as long.
     torch.set_flush_denormal(True)
     budget = Budget.parse(options.budget)
-    changes = dict(_pair(text) for text in options.set)
+    changes = dict(pair(text) for text in options.set)
     settings = settings_of(options.optimizer, {**plan.settings(options.problem, options.optimizer), **changes})
     problem = load_problem(options.problem, options.data, options.samples)
     config = RunConfig(
@@ -144,13 +145,6 @@ def _run(options: Run) -> None:
         raise SystemExit("\nInterrupted; the same command continues from the last checkpoint.") from None
     if not options.quiet:
         sys.stdout.write(f"{path}\n")
-
-
-def _pair(text: str) -> tuple[str, str]:
-    key, equals, value = text.partition("=")
-    if not equals:
-        raise ValueError(f"--set {text!r} is not understood; write --set key=value.")
-    return key, value
 
 
 def _rows(options: Tune | Study) -> tuple[str, ...]:

@@ -95,3 +95,11 @@ def _read(name: str, key: str, text: str, default: Any) -> Any:
         kind = "whole number" if isinstance(default, int) else "number"
         raise ValueError(f"{name}: {key}={text!r} must be a {kind} above 0.")
     return int(number) if isinstance(default, int) else number
+
+
+def pair(text: str) -> tuple[str, str]:
+    """The two sides of a ``--set key=value``."""
+    key, equals, value = text.partition("=")
+    if not equals:
+        raise ValueError(f"--set {text!r} is not understood; write --set key=value.")
+    return key.replace("-", "_"), value

@@ -375,8 +375,8 @@ def test_the_contract_of_a_basis(make: Callable[[], Any], previous: bool, decay:
     assert torch.equal(objective.point(), theta)
 
 
-@pytest.mark.parametrize("basis", ["krylov", "rational"])
-def test_both_solve_a_quadratic(basis: Any) -> None:
+def linear() -> tuple[nn.Module, Closure, Tensor, Tensor]:
+    """Least squares: model, closure, design matrix and targets."""
     torch.manual_seed(0)
     model = nn.Linear(6, 1).double()
     x, y = torch.randn(40, 6, dtype=F64), torch.randn(40, 1, dtype=F64)
@@ -385,9 +385,14 @@ def test_both_solve_a_quadratic(basis: Any) -> None:
         r = model(x) - y
         return r.square().mean(), r
 
+    return model, closure, torch.cat([x, torch.ones(40, 1, dtype=F64)], 1), y
+
+
+@pytest.mark.parametrize("basis", ["krylov", "rational"])
+def test_both_solve_a_quadratic(basis: Any) -> None:
+    model, closure, design, y = linear()
     run = KSD(model.parameters(), basis=basis).run(closure, max_steps=10)
     list(run)
-    design = torch.cat([x, torch.ones(40, 1, dtype=F64)], 1)
     best = (design @ torch.linalg.lstsq(design, y).solution - y).square().mean().item()
     assert run.loss == pytest.approx(best, rel=1e-10)
 
@@ -503,18 +508,10 @@ def test_settings_out_of_range(arguments: dict[str, Any]) -> None:
 
 def test_the_flow_knows_weight_decay() -> None:
     """At the minimum of loss and decay there is nothing to flow to."""
-    torch.manual_seed(0)
-    model = nn.Linear(6, 1).double()
-    x, y = torch.randn(40, 6, dtype=F64), torch.randn(40, 1, dtype=F64)
-
-    def closure() -> tuple[Tensor, Tensor]:
-        r = model(x) - y
-        return r.square().mean(), r
-
+    model, closure, design, y = linear()
     optimizer = KSD(model.parameters(), basis="rational", weight_decay=0.5)
     for _ in range(200):
         optimizer.step(closure)
-    design = torch.cat([x, torch.ones(40, 1, dtype=F64)], 1)
     ridge = torch.linalg.solve(design.T @ design / 20 + 0.5 * torch.eye(7, dtype=F64), design.T @ y / 20)
     found = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
     torch.testing.assert_close(found, ridge[:, 0], atol=1e-6, rtol=0)

@@ -127,11 +127,12 @@ def _run(options: Run) -> None:
     from experiments.pinn.loop import RunConfig, run
     from experiments.pinn.records import Point
     from experiments.pinn.study import settings
+    from experiments.settings import pair
 
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)
     chosen = settings(options.method, options.network) if options.tuned else {}
-    pairs = dict(_pair(text) for text in options.set)
+    pairs = dict(pair(text) for text in options.set)
     named = ("problem", "method", "seconds", "seed", "network", "dtype", "resample", "points", "label")
     config = RunConfig(settings={**chosen, **pairs}, **{name: getattr(options, name) for name in named})
     title = f"{config.problem}, {config.name}, seed {config.seed}"
@@ -149,13 +150,6 @@ def _run(options: Run) -> None:
         raise SystemExit("\nInterrupted; nothing was written.") from None
     if not options.quiet:
         sys.stdout.write(f"{path}\n")
-
-
-def _pair(text: str) -> tuple[str, str]:
-    key, equals, value = text.partition("=")
-    if not equals:
-        raise ValueError(f"--set {text!r} is not understood; write --set key=value.")
-    return key.replace("-", "_"), value
 
 
 def _study(options: Study) -> None:
