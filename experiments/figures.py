@@ -63,16 +63,17 @@ def figure(kind: Kind, results: Path, out: Path, problems: Sequence[str] = ()) -
     with mpl.rc_context(RC):
         if kind == "anatomy":
             name = next(iter(grouped)) if len(grouped) == 1 else "all"
-            return _save(_anatomy(grouped), out / f"{kind}-{name}")
+            return save(_anatomy(grouped), out / f"{kind}-{name}")
         draw: Mapping[Kind, Callable[[str, _Runs], Figure | None]] = {
             "convergence": _convergence,
             "held-out": _held_out,
             "ritz": _ritz,
         }
-        return [path for name, by in grouped.items() for path in _save(draw[kind](name, by), out / f"{kind}-{name}")]
+        return [path for name, by in grouped.items() for path in save(draw[kind](name, by), out / f"{kind}-{name}")]
 
 
-def _save(drawn: Figure | None, stem: Path) -> list[Path]:
+def save(drawn: Figure | None, stem: Path) -> list[Path]:
+    """Write a figure as PNG and SVG; no figure, no files."""
     if drawn is None:
         return []
     png, svg = (stem.with_name(f"{stem.name}.{suffix}") for suffix in ("png", "svg"))

@@ -69,13 +69,13 @@ def opened(path: Path, header: dict[str, Any], lines: int) -> Iterator[Callable[
             _lock(before, path)
     kept = path.read_bytes().splitlines(keepends=True)[1:lines] if path.exists() else []
     unfinished = path.with_suffix(".jsonl.tmp")
-    unfinished.write_bytes(b"".join([_encoded(header), *kept]))
+    unfinished.write_bytes(b"".join([encoded(header), *kept]))
     os.replace(unfinished, path)
     with path.open("ab") as file:
         _lock(file, path)
 
         def write(line: dict[str, Any]) -> None:
-            file.write(_encoded(line))
+            file.write(encoded(line))
             file.flush()
 
         yield write
@@ -93,7 +93,8 @@ def _lock(file: BinaryIO, path: Path) -> None:
         raise ValueError(f"{path} is being written by another process. Wait for it, or give another --label.") from None
 
 
-def _encoded(line: dict[str, Any]) -> bytes:
+def encoded(line: dict[str, Any]) -> bytes:
+    """A line of a JSONL file."""
     return json.dumps(_plain(line), allow_nan=False, separators=(",", ":")).encode() + b"\n"
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from experiments.figures import _save as save
+from experiments.figures import save
 from experiments.pinn.problems import PROBLEMS
 from experiments.pinn.records import Group, Run, read_groups
 from experiments.pinn.style import BASE, NAMES, looks

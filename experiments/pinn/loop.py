@@ -20,8 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from experiments.files import _encoded as encoded
-from experiments.files import machine, require_same
+from experiments.files import encoded, machine, require_same
 from experiments.pinn.problems import PROBLEMS, Problem
 from experiments.pinn.problems import problem as make_problem
 from experiments.pinn.records import Point, path_of
