@@ -1,0 +1,220 @@
+"""Rows of the Jacobian, roots of the loss's Hessian, and sketches made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from krylov_descent import KSD
+from krylov_descent.distributed import SingleProcess
+from krylov_descent.objective import Objective
+from krylov_descent.output_hessian import output_roots
+from krylov_descent.parameters import ParameterVector
+from krylov_descent.sample_set import Microbatch
+from krylov_descent.sketch import Sketcher
+from tests.least_squares import F64, Closure, dense, mlp, objective_of, pinn
+
+
+def classifier() -> tuple[nn.Module, Closure]:
+    model, x, y = mlp(4, 5, 3), torch.randn(12, 4, dtype=F64), torch.arange(12) % 3
+
+    def closure() -> tuple[Tensor, Tensor]:
+        logits = model(x)
+        return nn.functional.cross_entropy(logits, y), logits
+
+    return model, closure
+
+
+def sequence() -> tuple[nn.Module, Closure]:
+    """Linear layers at several positions of a sample."""
+    model, x = mlp(3, 4, 2), torch.randn(6, 5, 3, dtype=F64)
+
+    def closure() -> tuple[Tensor, Tensor]:
+        z = model(x).sum(1)
+        return (z - 1).square().mean(), z
+
+    return model, closure
+
+
+class Scaled(nn.Module):
+    """A parameter outside of any linear layer, of one entry or of more than have columns of their own."""
+
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full(shape, 0.7))
+        self.first, self.second = nn.Linear(4, 5), nn.Linear(5, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.second(torch.tanh(self.scale.mean() * self.first(x)))
+        return out
+
+
+def scaled(*shape: int) -> tuple[nn.Module, Closure]:
+    torch.manual_seed(0)
+    model, x = Scaled(*shape).double(), torch.randn(9, 4, dtype=F64)
+
+    def closure() -> tuple[Tensor, Tensor]:
+        r = model(x) - x[:, :1]
+        return r.square().mean(), r
+
+    return model, closure
+
+
+class Once(torch.autograd.Function):
+    """A square that refuses to be differentiated twice."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.square()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, y: Tensor) -> Tensor:
+        x: Tensor = ctx.saved_tensors[0]
+        return 2 * x * y
+
+
+def once() -> tuple[nn.Module, Closure]:
+    """A parameter outside of any linear layer whose column cannot be had by differentiating twice."""
+    model, _ = scaled()
+    x = torch.randn(9, 4, dtype=F64)
+
+    def closure() -> tuple[Tensor, Tensor]:
+        r: Tensor = Once.apply(model(x)) - x[:, :1]  # type: ignore[no-untyped-call]
+        return r.square().mean(), r
+
+    return model, closure
+
+
+def inverse() -> tuple[nn.Module, Closure]:
+    """Coefficients of an equation are parameters too, those of a term of their own among them."""
+    model = mlp(1, 5, 1)
+    model.register_parameter("c", nn.Parameter(torch.tensor([0.3, -1.2], dtype=F64)))
+    x = torch.linspace(0, 1, 9, dtype=F64)[:, None].requires_grad_()
+
+    def closure() -> tuple[Tensor, tuple[Tensor, ...]]:
+        c = model.get_parameter("c")
+        u = model(x)
+        (u_x,) = torch.autograd.grad(u.sum(), x, create_graph=True)
+        (u_xx,) = torch.autograd.grad(u_x.sum(), x, create_graph=True)
+        r, b, known = (c[0].exp() * u_xx + c[1] * u * u_x)[2:], u[:2] - 1, c[:1] - 0.5
+        return r.square().mean() + b.square().mean() + known.square().mean(), (r, b, known)
+
+    return model, closure
+
+
+def mixed(step: int) -> tuple[nn.Module, Closure]:
+    """Outputs of two rows of the inputs each, which others share if they are but one row apart."""
+    model, x = mlp(2, 5, 1), torch.rand(12, 2, dtype=F64)
+
+    def closure() -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        u = model(x)[:, 0]
+        r, b = u[:4] - 2 * u[step : step + 4], u[8:] - 1
+        return r.square().mean() + b.square().mean(), (r, b)
+
+    return model, closure
+
+
+def joined() -> tuple[nn.Module, Closure]:
+    """One call for two sets of points: rows of the outputs are not those of the layers' inputs."""
+    model, x = mlp(2, 5, 1), torch.rand(11, 2, dtype=F64)
+
+    def closure() -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        u = model(x)[:, 0]
+        r, b = u[:8] - 1, 2 * u[8:]
+        return r.square().mean() + b.square().mean(), (r, b)
+
+    return model, closure
+
+
+@pytest.mark.parametrize(
+    ("problem", "together"),
+    [
+        (pinn, True),
+        (classifier, True),
+        (sequence, True),
+        (scaled, True),
+        (lambda: scaled(100), False),
+        (once, False),
+        (inverse, True),
+        (joined, True),
+        (lambda: mixed(4), True),
+        (lambda: mixed(1), False),
+    ],
+)
+def test_all_rows_are_the_gauss_newton_matrix(problem: Callable[[], tuple[nn.Module, Closure]], together: bool) -> None:
+    model, closure = problem()
+    G, g = dense(model, closure)
+    sketcher = Sketcher(10_000)
+    J, rho = sketcher.draw(objective_of(model, closure), [Microbatch(None, None)], (0,))
+    torch.testing.assert_close(J.T @ J, G)
+    torch.testing.assert_close(J.T @ rho, g)
+    assert sketcher.together == together
+
+
+@pytest.mark.parametrize("problem", [pinn, classifier, joined, inverse])
+def test_some_rows_are_unbiased(problem: Callable[[], tuple[nn.Module, Closure]]) -> None:
+    model, closure = problem()
+    G, g = dense(model, closure)
+    objective, sketcher = objective_of(model, closure), Sketcher(9)
+    draws = [sketcher.draw(objective, [Microbatch(None, None)], (0, i)) for i in range(600)]
+    assert all(len(rho) <= 15 for _, rho in draws)
+    mean = torch.stack([J.T @ J for J, _ in draws]).mean(0)
+    assert float((mean - G).norm() / G.norm()) < 0.1
+    assert float((torch.stack([J.T @ rho for J, rho in draws]).mean(0) - g).norm() / g.norm()) < 0.3
+
+
+def test_wide_outputs_take_one_random_combination_each() -> None:
+    model, x, y = mlp(3, 4, 40), torch.randn(10, 3, dtype=F64), torch.rand(10, 40, dtype=F64)
+
+    def closure() -> tuple[Tensor, Tensor]:
+        z = model(x)
+        return nn.functional.binary_cross_entropy_with_logits(z, y), z
+
+    G, _ = dense(model, closure)
+    objective, sketcher = objective_of(model, closure), Sketcher(10)
+    draws = [sketcher.draw(objective, [Microbatch(None, None)], (0, i))[0] for i in range(400)]
+    assert {len(J) for J in draws} == {10}
+    mean = torch.stack([J.T @ J for J in draws]).mean(0)
+    assert float((mean - G).norm() / G.norm()) < 0.15
+
+
+def test_micro_batches_are_weighted_as_their_means_are() -> None:
+    model = mlp(3, 4, 1)
+    x = torch.randn(30, 3, dtype=F64)
+
+    def closure(batch: Tensor) -> tuple[Tensor, Tensor]:
+        r = model(batch) - batch[:, :1]
+        return r.square().mean(), r
+
+    G, g = dense(model, lambda: closure(x))
+    parameters = ParameterVector([{"params": list(model.parameters()), "weight_decay": 0.0}])
+    batches = [Microbatch(x[:20], 20), Microbatch(x[20:], 10, position=20)]
+    J, rho = Sketcher(1000).draw(Objective(closure, parameters, SingleProcess()), batches, (0,))
+    torch.testing.assert_close(J.T @ J, G)
+    torch.testing.assert_close(J.T @ rho, g)
+
+
+def test_losses_that_couple_rows_are_refused() -> None:
+    model, x = mlp(2, 4, 1), torch.rand(8, 2, dtype=F64)
+
+    def closure() -> tuple[Tensor, Tensor]:
+        z = model(x)
+        return z.square().mean().sqrt(), z
+
+    with pytest.raises(ValueError, match=r"couples rows of the outputs.*Use basis='krylov'"):
+        KSD(model.parameters(), basis="rational").step(closure)
+
+
+def test_a_linear_term_has_no_rows() -> None:
+    z = torch.randn(5, 2, dtype=F64, requires_grad=True)
+    (delta,) = torch.autograd.grad(z.sum(), z, create_graph=True)
+    roots = output_roots(z, delta, torch.arange(5), torch.Generator())
+    assert not isinstance(roots, str)
+    assert len(roots.u) == 0
