@@ -48,10 +48,11 @@ def formula_vectors(K: int, R: int, basis: float = 1.0) -> float:
     """Vectors of P numbers that a rank holds at the peak of a step, in its search, its parameters included.
 
     Parts of V, d_prev and the point before it; whole: parameters, origin and direction of the line, the gradient by
-    autograd and the sum of those. In the basis there are two parts more (g, which products overwrite, and D), and one
-    whole vector less. ``basis`` is the size of V's numbers in those of θ.
+    autograd and the sum of those; and of several ranks each has θ once more, to go back to if another is lost. In the
+    basis there are two parts more (g, which products overwrite, and D), and one whole vector less. ``basis`` is the
+    size of V's numbers in those of θ.
     """
-    return (basis * (K + 1) + 2) / R + 5
+    return (basis * (K + 1) + 2) / R + 5 + (R > 1)
 
 
 def formula_bytes(P: float, R: int, itemsize: int, *, rows: int, lines: int, iterations: int, wire: int = 0) -> float:

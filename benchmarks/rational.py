@@ -83,7 +83,7 @@ class Parts:
             self.seconds[name] = self.seconds.get(name, 0.0) + whole - self._inside.pop()
             self._inside[-1] += whole
             if name == "rows":
-                self.rows = len(result[1])
+                self.rows = len(result.rho)
             return result
 
         return call
@@ -92,7 +92,7 @@ class Parts:
 @contextlib.contextmanager
 def parts_of_steps() -> Iterator[Parts]:
     """The parts of every step inside."""
-    from krylov_descent import ksd, rational
+    from krylov_descent import flow, ksd, rational
     from krylov_descent.objective import Objective
     from krylov_descent.sketch import Sketcher
 
@@ -101,8 +101,8 @@ def parts_of_steps() -> Iterator[Parts]:
         for owner, attribute, name in (
             (Objective, "value_and_gradient", "gradient"),
             (Sketcher, "draw", "rows"),
-            (rational, "_gram", "Gram matrix"),
-            (rational.Factored, "__init__", "eigenvectors"),
+            (flow, "_gram", "Gram matrix"),
+            (flow.Factored, "__init__", "eigenvectors"),
             (rational.RationalBuilder, "__call__", "steps"),
             (ksd, "search_subspace", "candidates"),
         ):

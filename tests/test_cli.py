@@ -193,7 +193,7 @@ def test_interrupted_and_resumed_is_the_run_that_was_not(directory: Path, capsys
     assert "krylov-descent train problem:small --out cut --resume" in told
     assert b"step/s" in shown or b"s/step" in shown  # the bar
     kept = torch.load(directory / "cut" / "checkpoint.pt", weights_only=True)["steps"]
-    assert 3 <= kept <= len(losses(log))
+    assert 1 <= kept <= len(losses(log))  # a save waits for the disk, and steps may go by between two
     assert not (directory / "cut" / "model.pt").exists()
 
     total = str(kept + 3)

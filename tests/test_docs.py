@@ -80,3 +80,23 @@ def test_the_tables_of_the_experiments_are_those_of_the_results() -> None:
     page = (ROOT / "docs" / "experiments.md").read_text()
     inside = page.partition(MARKS[0])[2].partition(MARKS[1])[0]
     assert inside.strip() == table(ROOT / "results").strip()
+
+
+def test_the_tables_of_the_physics_informed_networks_are_those_of_the_results() -> None:
+    """``python -m experiments pinn table --into docs/pinn.md`` was run after the last change of results."""
+    from experiments.pinn.commands import MARKS
+    from experiments.pinn.table import table
+
+    page = (ROOT / "docs" / "pinn.md").read_text()
+    inside = page.partition(MARKS[0])[2].partition(MARKS[1])[0]
+    assert inside.strip() == table(ROOT / "results").strip()
+
+
+def test_the_table_of_what_was_tried_is_that_of_the_results() -> None:
+    """``python -m reliability table --into docs/reliability.md`` was run after the last change of results."""
+    from reliability.__main__ import MARKS
+    from reliability.tables import table
+
+    page = (ROOT / "docs" / "reliability.md").read_text()
+    inside = page.partition(MARKS[0])[2].partition(MARKS[1])[0]
+    assert inside.strip() == table(ROOT / "results" / "reliability").strip()

@@ -15,8 +15,10 @@ from krylov_descent import KSD, Rational, Subsets
 from krylov_descent.basis import Carry, Family, Starts, Turn
 from krylov_descent.curvature import CURVATURES
 from krylov_descent.distributed import SingleProcess
+from krylov_descent.flow import Factored, acceleration, damped_steps, flow_direction
 from krylov_descent.krylov import KrylovBuilder
-from krylov_descent.rational import Factored, RationalBuilder, damped_steps, finite_rows, flow_direction
+from krylov_descent.rational import RationalBuilder, finite_rows
+from krylov_descent.report import StopReason
 from krylov_descent.sample_set import Microbatch
 from krylov_descent.search import best_start, climb
 from krylov_descent.sketch import Sketcher
@@ -50,6 +52,44 @@ def test_the_flow_gathers_what_successive_sketches_say() -> None:
         errors.append(float((phi - whole).norm() / whole.norm()))
     assert errors[0] > 0.5
     assert errors[-1] < 1e-2
+
+
+def test_the_bend_of_the_flow() -> None:
+    """Outputs that are quadratic in the parameters: with the acceleration they move straight, to third order."""
+    torch.manual_seed(0)
+    J, B, phi = torch.randn(5, 12, dtype=F64), torch.randn(5, 12, 12, dtype=F64), torch.randn(12, dtype=F64)
+    sketch, lam = Factored(J, SingleProcess()), torch.tensor([1e-12], dtype=F64)
+
+    def outputs(d: Tensor) -> Tensor:
+        return J @ d + torch.einsum("kij,i,j->k", B, d, d) / 2
+
+    alpha = acceleration(sketch, phi, 1e-2, lambda: outputs(1e-2 * phi), lam)
+    torch.testing.assert_close(J @ alpha, -torch.einsum("kij,i,j->k", B, phi, phi))
+    for power, bend in ((2, 0.0), (3, 1.0)):  # how the deviation from the straight line shrinks with the length
+        off = [float((outputs(h * phi + bend * h**2 / 2 * alpha) - h * J @ phi).norm()) for h in (1e-2, 1e-3)]
+        assert math.log10(off[0] / off[1]) == pytest.approx(power, abs=0.2)
+    assert not bool(acceleration(sketch, phi, 10.0, lambda: outputs(10 * phi), lam).any())  # too much to be believed
+    assert not bool(acceleration(sketch, phi, 1e-2, lambda: torch.full((5,), math.inf, dtype=F64), lam).any())
+
+
+def test_a_direction_that_leads_nowhere_gathers_rows_and_then_does() -> None:
+    """A noisy fit, at its minimum but for one direction: sketches of a few rows want to fit their noise."""
+    torch.manual_seed(0)
+    model = nn.Linear(20, 1, bias=False).double()
+    x = torch.randn(400, 20, dtype=F64)
+    y = x @ torch.ones(20, 1, dtype=F64) + torch.randn(400, 1, dtype=F64)
+    with torch.no_grad():
+        model.weight.copy_(torch.linalg.lstsq(x, y).solution.T).add_(0.02)
+
+    def closure() -> tuple[Tensor, Tensor]:
+        r = model(x) - y
+        return r.square().mean(), r
+
+    optimizer = KSD(model.parameters(), basis=Rational(rows=15))
+    reports = [optimizer.step(closure) for _ in range(150)]
+    best = (x @ torch.linalg.lstsq(x, y).solution - y).square().mean().item()
+    assert sum(report.stop_reason is StopReason.GATHERING for report in reports) > 20
+    assert reports[-1].loss - best < 0.2 * (reports[0].loss - best)
 
 
 def family(n: int = 9) -> Family:
@@ -175,7 +215,7 @@ def test_with_sets() -> None:
         logits = model(batch[0])
         return nn.functional.cross_entropy(logits, batch[1]), logits
 
-    run = KSD(model.parameters(), basis="rational").run(closure, sets, max_steps=40)
+    run = KSD(model.parameters(), basis="rational").run(closure, sets, max_steps=60)
     losses = [report.loss for report in run]
     assert losses[0] > 0.6
     assert run.loss < 0.4
@@ -193,33 +233,40 @@ def test_where_nothing_improves_the_step_says_so_and_stays() -> None:
         return r.square().mean() + (math.nan if moved else 0.0), r
 
     optimizer = KSD(model.parameters(), basis="rational")
-    for _ in range(8):
+    reasons = []
+    for _ in range(18):
         report = optimizer.step(closure)
+        reasons.append(report.stop_reason)
         assert report.search_loss_after == report.search_loss_before
         assert all(torch.equal(p, q) for p, q in zip(model.parameters(), here, strict=True))
     carried = optimizer.state[next(model.parameters())]
-    assert all(math.isfinite(carried[key]) for key in ("damping", "length", "scale", "damped"))
+    assert all(math.isfinite(carried[key]) for key in ("damping", "length", "scale", "damped", "lost"))
     assert carried["length"] >= 2.0**-14
+    assert reasons[:7] == [StopReason.GATHERING] * 7
+    assert reasons[7] is reasons[15] is not StopReason.GATHERING
 
 
 def test_what_is_carried_is_bounded_however_long_a_run_fails() -> None:
     bounded = RationalBuilder._bounded
-    high, low = bounded(2.0, Carry(1e300, 0.5, 0.0, 1e300)), bounded(2.0, Carry(1e-300, 0.5, 0.0, 1e-300))
+    high, low = (bounded(2.0, 0.125, Carry(x, 0.5, 0.0, x)) for x in (1e300, 1e-300))
+    assert high.length == low.length == 0.125
     assert high.damping <= 2.0 * 1e-5 * (1 + 1e-12)
     assert high.damped == 200.0
     assert 0 < low.damping < 1e-9
     assert 0 < low.damped < 1e-11
     for trace in (0.0, math.inf, math.nan):
-        assert all(math.isfinite(x) for x in vars(bounded(trace, None)).values())
+        assert all(math.isfinite(x) for x in vars(bounded(trace, 0.125, None)).values())
 
 
 def test_rows_that_are_not_finite_are_left_out() -> None:
     model, closure = pinn()
-    J, rho = Sketcher(100).draw(objective_of(model, closure), [Microbatch(None, None)], (0,))
-    J[3, 2] = math.inf
-    kept, of_kept = finite_rows(J, rho, SingleProcess())
-    assert len(kept) == len(of_kept) == len(J) - 1
-    assert bool(kept.isfinite().all())
+    sketch = Sketcher(100).draw(objective_of(model, closure), [Microbatch(None, None)], (0,))
+    sketch.J[3, 2] = math.inf
+    kept = finite_rows(sketch, SingleProcess())
+    assert len(kept.J) == len(kept.rho) == len(kept.change()) == len(sketch.J) - 1
+    assert bool(kept.J.isfinite().all())
+    assert sketch.whole
+    assert not kept.whole
 
 
 def test_memory_that_does_not_fit_is_refused_with_the_remedy() -> None:

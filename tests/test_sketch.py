@@ -152,9 +152,10 @@ def test_all_rows_are_the_gauss_newton_matrix(problem: Callable[[], tuple[nn.Mod
     model, closure = problem()
     G, g = dense(model, closure)
     sketcher = Sketcher(10_000)
-    J, rho = sketcher.draw(objective_of(model, closure), [Microbatch(None, None)], (0,))
-    torch.testing.assert_close(J.T @ J, G)
-    torch.testing.assert_close(J.T @ rho, g)
+    sketch = sketcher.draw(objective_of(model, closure), [Microbatch(None, None)], (0,))
+    torch.testing.assert_close(sketch.J.T @ sketch.J, G)
+    torch.testing.assert_close(sketch.J.T @ sketch.rho, g)
+    assert sketch.whole
     assert sketcher.together == together
 
 
@@ -164,10 +165,10 @@ def test_some_rows_are_unbiased(problem: Callable[[], tuple[nn.Module, Closure]]
     G, g = dense(model, closure)
     objective, sketcher = objective_of(model, closure), Sketcher(9)
     draws = [sketcher.draw(objective, [Microbatch(None, None)], (0, i)) for i in range(600)]
-    assert all(len(rho) <= 15 for _, rho in draws)
-    mean = torch.stack([J.T @ J for J, _ in draws]).mean(0)
+    assert all(len(draw.rho) <= 15 and not draw.whole for draw in draws)
+    mean = torch.stack([draw.J.T @ draw.J for draw in draws]).mean(0)
     assert float((mean - G).norm() / G.norm()) < 0.1
-    assert float((torch.stack([J.T @ rho for J, rho in draws]).mean(0) - g).norm() / g.norm()) < 0.3
+    assert float((torch.stack([draw.J.T @ draw.rho for draw in draws]).mean(0) - g).norm() / g.norm()) < 0.3
 
 
 def test_wide_outputs_take_one_random_combination_each() -> None:
@@ -179,9 +180,10 @@ def test_wide_outputs_take_one_random_combination_each() -> None:
 
     G, _ = dense(model, closure)
     objective, sketcher = objective_of(model, closure), Sketcher(10)
-    draws = [sketcher.draw(objective, [Microbatch(None, None)], (0, i))[0] for i in range(400)]
-    assert {len(J) for J in draws} == {10}
-    mean = torch.stack([J.T @ J for J in draws]).mean(0)
+    draws = [sketcher.draw(objective, [Microbatch(None, None)], (0, i)) for i in range(400)]
+    assert {len(draw.J) for draw in draws} == {10}
+    assert not any(draw.whole for draw in draws)
+    mean = torch.stack([draw.J.T @ draw.J for draw in draws]).mean(0)
     assert float((mean - G).norm() / G.norm()) < 0.15
 
 
@@ -196,9 +198,27 @@ def test_micro_batches_are_weighted_as_their_means_are() -> None:
     G, g = dense(model, lambda: closure(x))
     parameters = ParameterVector([{"params": list(model.parameters()), "weight_decay": 0.0}])
     batches = [Microbatch(x[:20], 20), Microbatch(x[20:], 10, position=20)]
-    J, rho = Sketcher(1000).draw(Objective(closure, parameters, SingleProcess()), batches, (0,))
-    torch.testing.assert_close(J.T @ J, G)
-    torch.testing.assert_close(J.T @ rho, g)
+    objective = Objective(closure, parameters, SingleProcess())
+    sketch = Sketcher(1000).draw(objective, batches, (0,))
+    torch.testing.assert_close(sketch.J.T @ sketch.J, G)
+    torch.testing.assert_close(sketch.J.T @ sketch.rho, g)
+    # For squared errors ρ is the outputs themselves, up to what they are compared with.
+    objective.move_to(objective.point() + 0.1)
+    torch.testing.assert_close(sketch.change(), Sketcher(1000).draw(objective, batches, (0,)).rho - sketch.rho)
+
+
+@pytest.mark.parametrize("problem", [pinn, classifier, sequence, joined, inverse])
+def test_the_change_of_the_outputs_is_what_their_rows_say(problem: Callable[[], tuple[nn.Module, Closure]]) -> None:
+    model, closure = problem()
+    objective = objective_of(model, closure)
+    sketch = Sketcher(12).draw(objective, [Microbatch(None, None)], (0,))
+    assert not bool(sketch.change().any())
+    here, d = objective.point(), torch.randn(sketch.J.shape[1], dtype=F64)
+    errors = []
+    for h in (1e-3, 1e-4):
+        objective.move_to(here + h * d)
+        errors.append(float((sketch.change() / h - sketch.J @ d).norm() / (sketch.J @ d).norm()))
+    assert errors[1] < 0.2 * errors[0] < 0.1
 
 
 def test_losses_that_couple_rows_are_refused() -> None:

@@ -19,7 +19,7 @@ class Run:
     """Solve one problem with one method; a run that is finished is not repeated."""
 
     problem: tyro.conf.Positional[str]
-    """poisson2d, poisson5d, burgers, convection30, …"""
+    """An equation, poisson2d, poisson5d, burgers, convection30, …, or a fit, image64, regression, deeponet, …"""
     method: tyro.conf.Positional[str]
     """ksd-rational, lm, ssbroyden, …"""
     seconds: float = 60.0
@@ -29,9 +29,9 @@ class Run:
     """Hidden layers and their width."""
     dtype: Literal["float64", "float32"] = "float64"
     resample: int | None = None
-    """Draw new collocation points after every so many steps."""
+    """Draw new collocation points after every so many steps; a fit has no others."""
     points: int | None = None
-    """Collocation points inside the domain; as many as the network usually gets unless given."""
+    """Collocation points inside the domain, or samples of a fit; as many as usual unless given."""
     set: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """A setting of the method in place of the tuned one: --set rows=400."""
     tuned: bool = True
@@ -50,7 +50,7 @@ class Study:
     """All runs of the study, the first seed of everything first; goes on where it was cut off."""
 
     problems: tyro.conf.Positional[tuple[str, ...]] = ()
-    """All unless given."""
+    """All equations unless given; fits are run when named: image64, regression, deeponet, …"""
     methods: tuple[str, ...] = ()
     """All unless given."""
     seeds: int = 3

@@ -1,5 +1,6 @@
 """Figures of the PINN study, PNG and SVG, one set for each budget and network. Nothing here trains.
 
+Fits have files of their own.
 error: relative L2 error over CPU seconds. fields: solutions, and how far ours and the best rival's are off.
 held-out: the loss on other collocation points over that on those trained on.
 """
@@ -16,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from experiments.figures import save
+from experiments.pinn.fits import FITS
 from experiments.pinn.problems import PROBLEMS
-from experiments.pinn.records import Group, Run, read_groups
+from experiments.pinn.records import Group, Run, only, read_groups
 from experiments.pinn.style import BASE, NAMES, looks
 from experiments.style import RC, WIDTH, number_ticks
 
@@ -31,16 +33,22 @@ _SMALLER: Any = {"axes.titlesize": 9, "axes.labelsize": 9, "xtick.labelsize": 8,
 
 
 def figures(results: Path, out: Path, columns: Sequence[str] = ()) -> list[Path]:
-    """Draw all, for the columns named or all methods; returns the files, ``pinn-<kind>-<network>-<seconds>s``."""
+    """Draw all, for the columns named or all methods; returns the files.
+
+    They are ``pinn-<kind>-<network>-<seconds>s``, of fits ``pinn-fits-<kind>-<network>-<seconds>s``.
+    """
     import matplotlib as mpl
 
-    groups = read_groups(results, PROBLEMS, list(NAMES), columns)
+    groups = read_groups(results, (*PROBLEMS, *FITS), list(NAMES), columns)
+    parts = [("pinn", only(group, lambda name: name not in FITS)) for group in groups]
+    parts += [("pinn-fits", only(group, lambda name: name in FITS)) for group in groups]
     out.mkdir(parents=True, exist_ok=True)
     paths = []
     with mpl.rc_context({**RC, **_SMALLER}):
-        for group in groups:
+        for stem, group in parts:
             for kind, draw in (("error", _error), ("fields", _fields), ("held-out", _held_out)):
-                paths += save(draw(group), out / f"pinn-{kind}-{group.network}-{group.seconds:g}s")
+                if group is not None:
+                    paths += save(draw(group), out / f"{stem}-{kind}-{group.network}-{group.seconds:g}s")
     return paths
 
 

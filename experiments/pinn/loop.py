@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from experiments.files import encoded, machine, require_same
+from experiments.pinn.fits import FITS
 from experiments.pinn.problems import PROBLEMS, Problem
 from experiments.pinn.problems import problem as make_problem
 from experiments.pinn.records import Point, path_of
@@ -42,7 +43,7 @@ class RunConfig:
     """What a run is.
 
     Attributes:
-        problem: a name of ``PROBLEMS``.
+        problem: a name of ``PROBLEMS`` or ``FITS``.
         method: a name of ``METHODS``.
         settings: of that method.
         seconds: its budget on the clock of the process.
@@ -50,7 +51,7 @@ class RunConfig:
         network: hidden layers and their width, as 3x32.
         dtype: float32 or float64.
         resample: new collocation points after so many steps; None for never.
-        points: collocation points inside the domain; the problem's own number unless given.
+        points: collocation points inside the domain, or samples of a fit; the problem's own number unless given.
         label: of the file; made from the above unless given.
     """
 
@@ -80,14 +81,16 @@ def checked(config: RunConfig) -> RunConfig:
     Raises:
         ValueError: a name, a number or a setting that there is not.
     """
-    if config.problem not in PROBLEMS:
-        raise ValueError(f"There is no problem {config.problem!r}; there are {', '.join(PROBLEMS)}.")
+    if config.problem not in PROBLEMS and config.problem not in FITS:
+        raise ValueError(f"There is no problem {config.problem!r}; there are {', '.join((*PROBLEMS, *FITS))}.")
     if config.method not in METHODS:
         raise ValueError(f"There is no method {config.method!r}; there are {', '.join(METHODS)}.")
     for name in ("seconds", "resample", "points"):
         value = getattr(config, name)
         if value is not None and not value > 0:
             raise ValueError(f"--{name} {value:g}: must be above 0.")
+    if config.resample and config.problem in FITS:
+        raise ValueError(f"--resample {config.resample}: {config.problem} has no other samples to draw; leave it out.")
     known = _settings_of(config.method)
     unknown = [key for key in config.settings if known is not None and key not in known]
     if unknown:

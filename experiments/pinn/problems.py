@@ -1,8 +1,10 @@
-"""A problem of the study: an equation, a network, training points, and what is measured.
+"""A problem of the study: an equation or samples to fit, a network, training points, and what is measured.
 
 Loss: Σ over terms of mean(z²), z = √weight · residual; interior terms have weight 1, boundary and initial terms 100.
 Every term has points of its own, and no two terms have as many. Error: ‖u − u*‖ / ‖u*‖ over the test points, u* the
 exact solution in float64: a grid that contains the boundary, or in five dimensions 10,000 Sobol points.
+
+A fit has one term, of weight 1, and the error is that on its test samples.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ from torch import Tensor, nn
 from experiments.pinn import networks
 from experiments.pinn import points as places
 from experiments.pinn.equations import EQUATIONS, Equation
+from experiments.pinn.fits import FITS, fit
+from experiments.pinn.samples import Fit, Samples
 
 PROBLEMS: tuple[str, ...] = tuple(EQUATIONS)
 _TEST_POINTS = 10_000  # where there are too many dimensions for a grid
@@ -36,16 +40,17 @@ class Grid:
 
 @dataclasses.dataclass(eq=False)
 class Problem:
-    """An equation to be solved by training ``model`` on ``closure``.
+    """An equation to be solved, or samples to be fitted, by training ``model`` on ``closure``.
 
     Attributes:
-        name: of the equation.
-        model: points [n, d] → u [n].
-        closure: the loss and the weighted residuals z, one 1-D tensor for each term; never calls backward. It works
-            with gradients switched off too, and is cheaper then.
+        name: of the equation or fit.
+        model: points [n, d] → u [n]; of an image in colours [n, 3].
+        closure: the loss and the weighted residuals z, for each term a tensor of the shape of u; never calls backward.
+            It works with gradients switched off too, and is cheaper then.
         error: relative L2 error on the test points.
         held_out: the loss on points that are never trained on.
-        resample: draw new training points, the same for the same number; 0 has those of the beginning.
+        resample: draw new training points, the same for the same number; 0 has those of the beginning. Of a fit, a
+            ValueError: it has the samples it has.
         grid: for pictures.
     """
 
@@ -69,20 +74,23 @@ def problem(
     """The problem of that name; weights and all points come from the seed.
 
     Args:
-        name: one of PROBLEMS.
+        name: one of PROBLEMS or FITS.
         seed: of weights, training points and held-out points; the test points are the same for all seeds.
         network: one of ``networks.NETWORKS``.
         dtype: of weights, points and losses; errors are measured in float64.
-        points: interior training points, if not as many as the network usually gets.
+        points: interior training points, or samples of a fit, if not as many as usual.
 
     Raises:
         ValueError: there is no such problem or network, or points is not positive.
     """
-    if name not in EQUATIONS:
-        raise ValueError(f"no problem is named {name!r}: choose from {', '.join(PROBLEMS)}")
+    if name not in EQUATIONS and name not in FITS:
+        raise ValueError(f"no problem is named {name!r}: choose from {', '.join((*PROBLEMS, *FITS))}")
     if points is not None and points < 1:
         raise ValueError(f"points is {points}: it must be at least 1, or None for the network's usual number")
-    equation, size = EQUATIONS[name], networks.size(network)
+    size = networks.size(network)
+    if name in FITS:
+        return _fitted(name, fit(name, seed, size, dtype, points), dtype)
+    equation = EQUATIONS[name]
     widths = [len(equation.low), *(size.width,) * size.depth, 1]
     model = networks.Network(widths, equation.low, equation.high, seed, dtype)
     interior = size.interior if points is None else points
@@ -102,6 +110,27 @@ def problem(
         held_out=functools.partial(_held_out, equation, model, held_out),
         resample=train.redraw,
         grid=Grid(equation.names, axes, exact.view(equation.grid), solution),
+    )
+
+
+def _fitted(name: str, made: Fit, dtype: torch.dtype) -> Problem:
+    shape = (len(made.axes[0]), len(made.axes[1]))
+
+    def refuse(_: int) -> None:
+        raise ValueError(f"{name} is fitted to the samples it has: there are no others to draw")
+
+    @torch.no_grad()
+    def solution() -> Tensor:
+        return _shade(_values(made.model, made.plane.x)).view(shape)
+
+    return Problem(
+        name,
+        made.model,
+        closure=functools.partial(_misfit, made.model, made.train.to(dtype)),
+        error=functools.partial(_error, made.model, *made.test),
+        held_out=functools.partial(_held_out_misfit, made.model, made.held_out.to(dtype)),
+        resample=refuse,
+        grid=Grid(made.names, made.axes, _shade(made.plane.y).view(shape), solution),
     )
 
 
@@ -135,6 +164,21 @@ def _terms(equation: Equation, model: nn.Module, at: _Points) -> Terms:
 @torch.no_grad()
 def _held_out(equation: Equation, model: nn.Module, at: _Points) -> float:
     return float(_terms(equation, model, at)[0])
+
+
+def _misfit(model: nn.Module, samples: Samples) -> Terms:
+    z = model(samples.x) - samples.y
+    return z.square().mean(), (z,)
+
+
+@torch.no_grad()
+def _held_out_misfit(model: nn.Module, samples: Samples) -> float:
+    return float(_misfit(model, samples)[0])
+
+
+def _shade(u: Tensor) -> Tensor:
+    """Colours [n, 3] as their mean, for pictures."""
+    return u if u.ndim == 1 else u.mean(1)
 
 
 @torch.no_grad()

@@ -13,7 +13,7 @@ import dataclasses
 import json
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -91,6 +91,13 @@ class Group:
     seconds: float
     columns: Sequence[str]
     runs: Mapping[str, Mapping[str, Sequence[Run]]]
+
+
+def only(group: Group, wanted: Callable[[str], bool]) -> Group | None:
+    """The problems whose names are wanted, and the columns that have any of them; None if there is none."""
+    runs = {problem: by for problem, by in group.runs.items() if wanted(problem)}
+    columns = [column for column in group.columns if any(column in by for by in runs.values())]
+    return dataclasses.replace(group, columns=columns, runs=runs) if runs else None
 
 
 def path_of(results: Path, problem: str, network: str, label: str, seed: int) -> Path:

@@ -31,7 +31,7 @@ _USUAL = "3x32"
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What of the study is to be run: all problems and methods unless named."""
+    """What of the study is to be run: all equations and methods unless named; fits only if named."""
 
     problems: Sequence[str] = ()
     methods: Sequence[str] = ()

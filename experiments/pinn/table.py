@@ -1,5 +1,6 @@
 """Tables of the PINN study as Markdown, one set for each budget and network. Nothing here trains.
 
+Fits have tables of their own, and no mean: an image, a table of samples and an operator have no error in common.
 Figures are those at the end of runs, medians over seeds. A run that diverged counts with its last finite point.
 """
 
@@ -10,8 +11,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from experiments.markdown import bold, section
+from experiments.pinn.fits import FITS, IMAGES, decibels
 from experiments.pinn.problems import PROBLEMS
-from experiments.pinn.records import Group, Run, geometric_mean, middle, read_groups
+from experiments.pinn.records import Group, Run, geometric_mean, middle, only, read_groups
 from experiments.pinn.style import BASE, NAMES
 
 _NONE = "–"
@@ -19,8 +21,12 @@ _NONE = "–"
 
 def table(results: Path, columns: Sequence[str] = ()) -> str:
     """All tables of a folder; only the columns named, or all methods."""
-    groups = read_groups(results, PROBLEMS, list(NAMES), columns)
-    return "\n".join(part for group in groups for part in _tables(group))
+    groups = read_groups(results, (*PROBLEMS, *FITS), list(NAMES), columns)
+    equations = [only(group, lambda name: name not in FITS) for group in groups]
+    fits = [only(group, lambda name: name in FITS) for group in groups]
+    parts = [part for group in equations if group is not None for part in _tables(group)]
+    parts += [part for group in fits if group is not None for part in _fit_tables(group)]
+    return "\n".join(parts)
 
 
 def short(value: float) -> str:
@@ -33,14 +39,52 @@ def short(value: float) -> str:
 
 def _tables(group: Group) -> list[str]:
     where = f"after {group.seconds:g} s, network {group.network}"
-    several = any(len(runs) > 1 for by in group.runs.values() for runs in by.values())
-    parts = [_errors(group, where)]
-    parts += [_ranges(group, where)] if several else []
-    return [*parts, _losses(group, where), _setup(group, where)]
+    losses = (
+        "Medians over seeds of the loss on the collocation points that are trained on, and on others; bold: the lowest "
+        "of each. Where the first is far below the second, the points are fitted, and not the equation."
+    )
+    return [_errors(group, where), *_ranges(group, where), _losses(group, where, losses), _setup(group, where)]
 
 
-def _errors(group: Group, where: str) -> str:
-    medians = {name: {column: middle(runs) for column, runs in by.items()} for name, by in group.runs.items()}
+def _fit_tables(group: Group) -> list[str]:
+    where = f"on fits after {group.seconds:g} s, network {group.network}"
+    medians = _medians(group)
+    errors = (
+        "Median over seeds of the relative L2 error, of an image on a grid twice as fine, of a regression on samples "
+        "without noise that were not trained on, of a DeepONet on such functions; bold: the lowest of the row. "
+        "Networks of the regressions are half as wide as their name says, and of a DeepONet there are two."
+    )
+    losses = (
+        "Medians over seeds of the mean square on the samples that are trained on, and on others, whose targets have "
+        "noise where those have; bold: the lowest of each. Where the first is far below the second, the samples are "
+        "fitted, and not what they were drawn from."
+    )
+    return [
+        section(f"Relative L2 error {where}", ["problem", *_heads(group)], _error_rows(group, medians), errors),
+        *_noise(group, where),
+        *_ranges(group, where),
+        _losses(group, where, losses),
+        _setup(group, where),
+    ]
+
+
+def _noise(group: Group, where: str) -> list[str]:
+    """Of the images, if there are any."""
+    rows = [
+        [name, *(f"{decibels(name, by[column]):.1f}" if column in by else _NONE for column in group.columns)]
+        for name, by in _medians(group).items()
+        if name in IMAGES
+    ]
+    note = "That of the errors above, for values from −1 to 1. The finer grid has places that no pixel shows."
+    title = f"Peak signal-to-noise ratio in dB {where}"
+    return [section(title, ["problem", *_heads(group)], rows, note)] if rows else []
+
+
+def _medians(group: Group) -> dict[str, dict[str, float]]:
+    return {name: {column: middle(runs) for column, runs in by.items()} for name, by in group.runs.items()}
+
+
+def _error_rows(group: Group, medians: Mapping[str, Mapping[str, float]]) -> list[list[str]]:
     rows = []
     for name, by in group.runs.items():
         best = _best(medians[name])
@@ -49,6 +93,12 @@ def _errors(group: Group, where: str) -> str:
             for column in group.columns
         ]
         rows.append([name, *cells])
+    return rows
+
+
+def _errors(group: Group, where: str) -> str:
+    medians = _medians(group)
+    rows = _error_rows(group, medians)
     rows.append(["geometric mean", *_means(group, medians)])
     if BASE in group.columns:
         rows.append([f"ratio to {NAMES[BASE]}", *(_ratio(medians, column) for column in group.columns)])
@@ -78,7 +128,10 @@ def _ratio(medians: Mapping[str, Mapping[str, float]], column: str) -> str:
     return f"{ratio:.3g}" if math.isfinite(ratio) else _NONE
 
 
-def _ranges(group: Group, where: str) -> str:
+def _ranges(group: Group, where: str) -> list[str]:
+    """If there are several seeds."""
+    if all(len(runs) == 1 for by in group.runs.values() for runs in by.values()):
+        return []
     rows = []
     for name, by in group.runs.items():
         ends = {column: [run.final.error for run in runs] for column, runs in by.items()}
@@ -87,10 +140,10 @@ def _ranges(group: Group, where: str) -> str:
             for column in group.columns
         ]
         rows.append([name, *cells])
-    return section(f"Lowest and highest error {where}", ["problem", *_heads(group)], rows, "Over seeds.")
+    return [section(f"Lowest and highest error {where}", ["problem", *_heads(group)], rows, "Over seeds.")]
 
 
-def _losses(group: Group, where: str) -> str:
+def _losses(group: Group, where: str, note: str) -> str:
     rows = []
     for name, by in group.runs.items():
         train = {column: middle(runs, "loss") for column, runs in by.items()}
@@ -103,10 +156,6 @@ def _losses(group: Group, where: str) -> str:
             for column in group.columns
         ]
         rows.append([name, *cells])
-    note = (
-        "Medians over seeds of the loss on the collocation points that are trained on, and on others; bold: the lowest "
-        "of each. Where the first is far below the second, the points are fitted, and not the equation."
-    )
     return section(f"Training loss / held-out loss {where}", ["problem", *_heads(group)], rows, note)
 
 

@@ -1,4 +1,4 @@
-"""Did the last step raise the loss on A? Asked of losses that the next step computes anyway.
+"""Did the last step raise the loss on A? Asked of losses that the next step computes anyway. And on C? Asked at once.
 
 Letters: f on A at the point θ after the step and at the point before it; micro-batches b with weights w_b and loss
 differences d_b between the two points.
@@ -13,7 +13,6 @@ from torch import Tensor
 
 from krylov_descent.objective import BatchLosses, Objective, relative_noise
 from krylov_descent.sets import StepSets
-from krylov_descent.stepping import restoring
 
 
 def better_before(
@@ -42,16 +41,33 @@ def better_before(
     batches = draw.a if draw.covers_all else draw.a_in_parts
     after = losses if losses is None or draw.covers_all else objective.value(batches)
     theta = objective.point()
-    with restoring(objective, lambda: theta):
-        objective.move_to(earlier)
-        before = objective.value(batches)
-        objective.move_to(theta)
+    objective.move_to(earlier)
+    before = objective.value(batches)
+    objective.move_to(theta)
     if not math.isfinite(before.mean):
         return None
     if after is None:
         return before.mean
     noise = 0.0 if draw.covers_all else 2 * _standard_error(before, after, objective)
     return before.mean if after.mean - before.mean > max(rounding, noise) else None
+
+
+LOST_IN_ROUNDING = (
+    "The step that the search found is lost in rounding to the parameters' dtype and was not taken; if every step ends "
+    "so, training is finished or needs float64."
+)
+
+
+def loss_taken(objective: Objective, draw: StepSets, before: float) -> float | None:
+    """f on C where the parameters are now, after a step; None if it is higher than ``before``, beyond rounding.
+
+    The search came to its best point line by line; the step is rounded from V̄a at once, which is another point.
+    """
+    # Compiled passes round otherwise: only what is computed alike is compared.
+    compiled = objective.compiled is not None
+    after = objective.differentiate(draw.c).losses.mean if compiled else objective.value(draw.c).mean
+    rounding = relative_noise(objective.parameters.params[0].dtype) * abs(before)
+    return after if after <= before + rounding else None
 
 
 def _standard_error(before: BatchLosses, after: BatchLosses, objective: Objective) -> float:

@@ -22,6 +22,7 @@ from krylov_descent.parameters import ParameterVector, check_uniform
 from krylov_descent.progress import Tell, nobody
 from krylov_descent.report import StepReport
 from krylov_descent.run import Run
+from krylov_descent.sealing import require_sound, sealed
 
 
 class ClosureOptimizer(Optimizer):
@@ -173,6 +174,23 @@ class ClosureOptimizer(Optimizer):
         objective = Objective(call, parameters, self._comm, identity, compiled)
         objective.tell = self.on_progress or nobody
         return objective
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's, with a version and a checksum: what was damaged on a disk is refused by ``load_state_dict``."""
+        return sealed(super().state_dict(), self._owner())
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's.
+
+        Raises:
+            ValueError: it is damaged, of another optimizer, of another model, or newer than this version.
+        """
+        require_sound(state_dict, self._owner(), self.param_groups)
+        super().load_state_dict(state_dict)
+
+    def _owner(self) -> str:
+        """The class of this package: one that a user derives from it has the same state."""
+        return next(c.__name__ for c in type(self).__mro__ if c.__module__.startswith("krylov_descent."))
 
     def __getstate__(self) -> dict[str, Any]:
         # torch's own keeps only state, groups and defaults, so that a copy would have no settings.

@@ -48,12 +48,14 @@ class Carry:
         length: η, of the last piece of it that was followed.
         scale: what makes of the last step the rest of its direction, 1/η − 1; 0 if it was not along the flow.
         damped: λ of the last damped step.
+        lost: steps in a row that took nothing.
     """
 
     damping: float
     length: float
     scale: float
     damped: float
+    lost: float = 0.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,10 +80,12 @@ class Starts:
     Attributes:
         families: in the order in which they are asked; the first that has a better point than zero is taken.
         otherwise: what is carried to the next step if none has.
+        kept: [m], what is then remembered in place of the last step, and nothing more is searched; None to search on.
     """
 
     families: tuple[Family, ...]
     otherwise: Carry
+    kept: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -193,7 +197,10 @@ class _Basis:
         if not 0 < size < math.inf:
             self._finite &= size == 0
             return False
-        x = V.begin(u).div_(size)
+        x = V.begin(u)
+        if size > (most := torch.finfo(x.dtype).max):  # a length may be beyond what its elements are held in
+            x, size = x.div_(most), size / most
+        x.div_(size)
         if V.m:  # lines 10-13, twice
             c = inner(self._comm, len(x), lambda piece: V.dots(x, piece))
             c = inner(self._comm, len(x), lambda piece, c=c: V.sweep(c, x, piece))  # type: ignore[misc]

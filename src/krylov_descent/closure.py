@@ -89,13 +89,22 @@ def require_outputs(evaluation: Evaluation, why: str) -> None:
             f"{why} needs the model's outputs, and the closure returned only the loss. {_REMEDY} "
             "Or choose curvature='hessian', which needs the loss alone."
         )
+    require_attached(evaluation)
+    _refuse_dependent(evaluation.outputs)
+
+
+def require_attached(evaluation: Evaluation) -> None:
+    """Every output must depend on the parameters.
+
+    Raises:
+        ValueError: one does not.
+    """
     for i, z in enumerate(evaluation.outputs):
         if not z.requires_grad:
             raise ValueError(
                 f"Output {i} of the closure (shape {tuple(z.shape)}) does not depend on the parameters: "
                 "it was detached, or computed under no_grad. Return the tensor that the loss was computed from."
             )
-    _refuse_dependent(evaluation.outputs)
 
 
 def require_rows(evaluation: Evaluation) -> None:
@@ -112,6 +121,14 @@ def require_rows(evaluation: Evaluation) -> None:
                 "batch first (z.reshape(batch, -1), z.transpose(0, 1)); or, if the model has no such "
                 "dimension, use preconditioner=None with curvature='ggn' or 'hessian'."
             )
+
+
+def misses_graph(error: RuntimeError) -> bool:
+    """Whether torch said that there is no graph to differentiate; what the closure raised itself is its own affair."""
+    at = error.__traceback__
+    while at is not None and at.tb_next is not None:
+        at = at.tb_next
+    return at is not None and at.tb_frame.f_globals.get("__name__", "").startswith("torch.") and "grad" in str(error)
 
 
 def require_graph(evaluation: Evaluation) -> None:

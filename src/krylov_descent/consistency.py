@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
@@ -59,15 +59,16 @@ class Seen:
                 if buffer is not None:
                     self.buffers.append((module, name, buffer, buffer.detach().clone()))
 
-    def moved(self, name: Name = kind) -> list[str]:
-        """Which buffers changed; all are put back."""
+    def moved(self, name: Name = kind, *, put_back: bool = True) -> list[str]:
+        """Which buffers changed; all are put back, unless told otherwise."""
         names = []
         for module, key, buffer, before in self.buffers:
             if module._buffers.get(key) is not buffer or not same_bits(buffer, before):
                 names.append(name(module, f".{key}"))
-                with torch.no_grad():
-                    buffer.copy_(before)
-                module._buffers[key] = buffer
+                if put_back:
+                    with torch.no_grad():
+                        buffer.copy_(before)
+                    module._buffers[key] = buffer
         return sorted(set(names))
 
     def training(self, kinds: tuple[type[nn.Module], ...], name: Name = kind) -> list[str]:
@@ -75,8 +76,8 @@ class Seen:
         return sorted({name(m, "") for m in self.modules.values() if isinstance(m, kinds) and m.training})
 
     def dropping(self, name: Name = kind) -> list[str]:
-        """Names of the modules that ran in train mode and have dropout."""
-        return self.training((*_DROPOUT, nn.RNNBase, nn.MultiheadAttention), name)
+        """Names of the modules that ran in train mode and drop something."""
+        return sorted({name(m, "") for m in self.modules.values() if m.training and _dropout(m) > 0})
 
 
 def same_bits(x: Tensor, y: Tensor) -> bool:
@@ -85,6 +86,15 @@ def same_bits(x: Tensor, y: Tensor) -> bool:
 
 
 _DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+
+
+def _dropout(module: nn.Module) -> float:
+    """The probability with which a module drops its values in train mode."""
+    if isinstance(module, _DROPOUT):
+        return module.p
+    if isinstance(module, nn.RNNBase):
+        return module.dropout if module.num_layers > 1 else 0.0
+    return module.dropout if isinstance(module, nn.MultiheadAttention) else 0.0
 
 
 def check_consistency(objective: Objective, draw: StepSets, *, curvature_of_outputs: bool) -> None:
@@ -118,6 +128,27 @@ def _check(objective: Objective, draw: StepSets, curvature_of_outputs: bool) -> 
         raise ValueError(str(found))
 
 
+def steady(evaluate: Callable[[], Evaluation]) -> Evaluation:
+    """The first evaluation of a later step: modes may have been switched since the first.
+
+    Only an evaluation that moves a buffer or the generator is taken again, to tell a cache from a layer in train mode.
+
+    Raises:
+        ValueError: as before the first step.
+    """
+    generator = torch.get_rng_state()
+    with watching() as seen:
+        first = evaluate()
+        if not (seen.moved(put_back=False) or seen.dropping()) and torch.equal(generator, torch.get_rng_state()):
+            return first
+        with watching() as again:
+            second = evaluate()
+        losses = first.loss.item(), second.loss.item()
+        for found in (*_moving(again.moved()), *_random(*losses, second, seen, kind)):
+            raise ValueError(str(found))
+        return second
+
+
 def inconsistencies(
     objective: Objective,
     first: Evaluation,
@@ -146,28 +177,14 @@ def inconsistencies(
         )
     moved = seen.moved(name)
     eps = torch.finfo(first.loss.dtype).eps
-    if moved:
-        yield Inconsistency(
-            "buffers",
-            f"The closure changes buffers of the model at every call ({', '.join(moved)}), so that no two "
-            "evaluations of a step are of the same function.",
-            "Call model.eval() before training with KSD "
-            "(BatchNorm then uses its running statistics), or use GroupNorm or LayerNorm.",
-        )
+    yield from _moving(moved)
     whole = first.loss.item()
-    if first.weight == 0 or not math.isfinite(whole):
-        return  # nothing to compare; the pass over A reports what is not finite
-    # The same sums in the same order: what may differ is the order of atomic additions on a GPU.
-    if abs(whole - again) > 64 * eps * abs(whole):
-        dropout = seen.dropping(name)
-        cause = f" Dropout is active in {', '.join(dropout)}: call model.eval(), or set p = 0." if dropout else ""
-        yield Inconsistency(
-            "random",
-            f"The closure is random: the same batch gave the loss {whole!r} and then {again!r}.{cause}",
-            "KSD compares losses within a step, so the closure must be deterministic; draw noise once, outside the "
-            "closure.",
-        )
-        return  # halves would tell the same
+    if first.weight == 0:
+        return  # nothing to compare
+    random = tuple(_random(whole, again, first, seen, name))
+    yield from random
+    if random or not math.isfinite(whole):
+        return  # halves would tell the same; the pass over A reports what is not finite
     if halves is None:
         return
     parts = [_value(objective, half) for half in halves]
@@ -195,6 +212,33 @@ def inconsistencies(
         f"Most likely {likely}.",
         f"Remedy: {remedy}.",
     )
+
+
+def _moving(moved: Sequence[str]) -> Iterator[Inconsistency]:
+    if moved:
+        yield Inconsistency(
+            "buffers",
+            f"The closure changes buffers of the model at every call ({', '.join(moved)}), so that no two "
+            "evaluations of a step are of the same function.",
+            "Call model.eval() before training with KSD "
+            "(BatchNorm then uses its running statistics), or use GroupNorm or LayerNorm.",
+        )
+
+
+def _random(loss: float, again: float, evaluation: Evaluation, seen: Seen, name: Name) -> Iterator[Inconsistency]:
+    # The same sums in the same order: what may differ is the order of atomic additions on a GPU.
+    differs = math.isfinite(loss) != math.isfinite(again)
+    differs |= abs(loss - again) > 64 * torch.finfo(evaluation.loss.dtype).eps * abs(loss)
+    dropout = seen.dropping(name)
+    if differs or dropout:  # which on few values may drop the same twice
+        cause = f" Dropout is active in {', '.join(dropout)}: call model.eval(), or set p = 0." if dropout else ""
+        yield Inconsistency(
+            "random",
+            f"The closure is random: the same batch gave the loss {loss!r} and then "
+            f"{repr(again) if differs else 'the same, which is chance'}.{cause}",
+            "KSD compares losses within a step, so the closure must be deterministic; draw noise once, outside the "
+            "closure.",
+        )
 
 
 def _warn_of_bypass(objective: Objective, evaluation: Evaluation) -> None:
@@ -234,8 +278,8 @@ def bypass_text(part: float) -> str:
 
 
 def _value(objective: Objective, batch: Microbatch) -> tuple[float, float]:
-    loss, weight = objective.loss_and_weight(batch)
-    return loss.item(), weight
+    evaluation = objective.forward(batch)
+    return evaluation.loss.item(), evaluation.weight
 
 
 @contextmanager
@@ -245,5 +289,8 @@ def watching() -> Iterator[Seen]:
     handle = register_module_forward_pre_hook(seen.note)
     try:
         yield seen
+    except BaseException:
+        seen.moved()
+        raise
     finally:
         handle.remove()

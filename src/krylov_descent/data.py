@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from krylov_descent.loading import Device, Source, source_of
+from krylov_descent.loading import Device, Source, same_values, source_of
 from krylov_descent.sample_set import Microbatch, SampleSet, Stream
 
 _PROBE_SAMPLES = 64
 _PARTS = 16
+_RANDOM_SAMPLES = (
+    "The data set is random: the same samples, loaded twice, have other values (random augmentation). A is loaded anew "
+    "at every pass, so that a step may be undone, or kept, by chance. Draw what is random once for each index "
+    "(torch.Generator().manual_seed(index) in __getitem__), or use rollback=False."
+)
 
 
 class Subsets:
@@ -225,6 +231,13 @@ class Draw:
             Microbatch(first, half),
             Microbatch(second, len(indices) - half),
         )
+
+    def warn_if_random(self) -> None:
+        """Load two samples twice."""
+        indices = self._a.indices(range(self._a.start, self._a.start + min(2, self._a.size)))
+        one, another = (next(iter(self._source.load(lambda _: (indices,), range(1)))) for _ in range(2))
+        if not same_values(one, another):
+            warnings.warn(_RANDOM_SAMPLES, stacklevel=6)
 
 
 def _require_integer(name: str, value: object, least: int | None, remedy: str) -> None:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from krylov_descent.closure import Evaluation, require_outputs, require_rows, row_scaled
+from krylov_descent.closure import Evaluation, require_attached, require_outputs, require_rows, row_scaled
 from krylov_descent.curvature.gauss_newton import require_influence
 from krylov_descent.distributed import Comm, added
 from krylov_descent.distributed.sharded import beside, local_part, whole
@@ -101,6 +101,8 @@ class FisherDiagonal:
             return ()
         if self._samples == 0:
             require_outputs(evaluation, "The Fisher preconditioner")
+        elif evaluation.weight > 0:
+            require_attached(evaluation)
         require_rows(evaluation)
         # An output may be a parameter, on which a hook would outlive the graph.
         inner = [z for z in evaluation.outputs if not z.is_leaf]

@@ -67,7 +67,7 @@ class Calls(TorchFunctionMode):
 def place_of(z: Tensor, results: Sequence[Tensor]) -> Place:
     """Which rows of the layers' inputs those of z are, as its first and its last row tell."""
     n = z.shape[0]
-    for rows in sorted({y.shape[0] for y in results if y.shape[0] >= n}):
+    for rows in sorted({y.shape[0] for y in results if y.shape[0] >= n > 0}):
         ys = [y for y in results if y.shape[0] == rows]
         first, last = _touched(z[0], ys), _touched(z[n - 1], ys)
         apart = all(after - before >= n for before, after in itertools.pairwise(first))
@@ -114,7 +114,8 @@ class OwnWeights(TorchFunctionMode):
             added = xs @ self._of(W, x.shape[0], len(S)).transpose(1, 2)
         if b is not None and id(b) in self._index:
             added = added + self._of(b, x.shape[0], len(S))[:, None]
-        return y.index_add(0, S, added.expand(len(S), xs.shape[1], y.shape[-1]).reshape(len(S), *y.shape[1:]))
+        added = added.expand(len(S), xs.shape[1], y.shape[-1]).reshape(len(S), *y.shape[1:])
+        return y.index_add(0, S, added.to(y.dtype))  # of another dtype inside an autocast
 
     def _of(self, p: Tensor, rows: int, s: int) -> Tensor:
         key = self._index[id(p)], rows

@@ -8,7 +8,8 @@ Deviations from the paper:
    forward pass at the point before confirms it, that step is undone, d_prev dropped, and C doubled. The paper keeps
    every step; ``rollback=False`` is the paper's way.
 2. Line 1: without a previous step none is adjoined, unless the caller passes one (``previous="e1"``).
-3. A search that finds nothing better than a = 0 leaves θ alone and d_prev empty.
+3. A search that finds nothing better than a = 0, or whose step rounds to something worse, leaves θ alone and d_prev
+   empty.
 """
 
 from __future__ import annotations
@@ -21,17 +22,16 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from krylov_descent.acceptance import better_before
+from krylov_descent.acceptance import LOST_IN_ROUNDING, better_before, loss_taken
 from krylov_descent.basis import Carry, Subspace, Turn, length
 from krylov_descent.data import Microbatch
 from krylov_descent.distributed import RankError, added, together
 from krylov_descent.objective import BatchLosses, Objective, relative_noise
 from krylov_descent.precondition import Precondition, Preconditioner
-from krylov_descent.progress import Counted
 from krylov_descent.report import Settlement, StepReport, StopReason
 from krylov_descent.search import Found, Search, search_subspace
 from krylov_descent.sets import StepSets
-from krylov_descent.stepping import Clock, pass_with_statistics, require_finite, restoring, together_still
+from krylov_descent.stepping import Clock, OnA, pass_over_A, require_finite
 from krylov_descent.walk import Walk
 
 _PHASES = ("gradient", "basis", "search")
@@ -74,7 +74,7 @@ class Memory:
     Attributes:
         iteration: of the step to come, from 0.
         seed: of the sign probes.
-        d_prev: the last step [P_local], or None.
+        d_prev: the last step [P_local], or None; or what a builder wants remembered in its place, if none was taken.
         accepted: the point [P_local] from which it was taken, or None if there is nothing to go back to.
         accepted_loss: f on A there.
         search_growth: how often C was doubled.
@@ -91,64 +91,59 @@ class Memory:
 
 
 def ksd_step(
-    objective: Objective, draw_sets: Callable[[int], StepSets], memory: Memory, settings: Settings
+    objective: Objective,
+    draw_sets: Callable[[int], StepSets],
+    memory: Memory,
+    settings: Settings,
+    theta: Callable[[], Tensor] | None = None,
 ) -> tuple[StepReport, Memory]:
-    """One pass of the loop of Algorithm 3 (lines 3-13).
+    """One pass of the loop of Algorithm 3 (lines 3-13); if it raises, θ is anywhere: putting it back is the caller's.
 
     Args:
         objective: f and its derivatives on micro-batches.
         draw_sets: how often C was doubled → the sets A, B and C of this iteration.
         memory: of the last step.
         settings: of the run.
+        theta: → θ [P] where the step begins, if the caller has it.
 
     Raises:
         ValueError: f or its gradient on A is not finite and there is no earlier point to return to.
     """
     clock = Clock()
     try:
-        return _step(objective, draw_sets, memory, settings, clock)
+        return _step(objective, draw_sets, memory, settings, theta, clock)
     except RankError as error:
         raise error.during(next(phase for phase in _PHASES if phase not in clock.laps)) from error.__cause__
 
 
 def _step(
-    objective: Objective, draw_sets: Callable[[int], StepSets], memory: Memory, settings: Settings, clock: Clock
+    objective: Objective,
+    draw_sets: Callable[[int], StepSets],
+    memory: Memory,
+    settings: Settings,
+    theta: Callable[[], Tensor] | None,
+    clock: Clock,
 ) -> tuple[StepReport, Memory]:
     sent = objective.comm.sent
     draw = draw_sets(memory.search_growth)  # line 3
-    on_A = _pass_over_A(objective, draw, settings, memory, attempt=0)  # lines 4-5
+    on_A = pass_over_A(objective, draw.a, settings.preconditioner, (memory.seed, memory.iteration, 0))  # lines 4-5
     if not settings.rollback or _undoing(objective, draw, memory, on_A.losses, on_A.g) is None:
-        theta = _standing(objective, memory)
-        return _descend(objective, draw, on_A, memory, settings, theta, clock, sent, accepted=True)
+        here = _here(objective, theta)
+        return _descend(objective, draw, on_A, memory, settings, here, clock, sent, accepted=True)
     before = memory.accepted
     assert before is not None
-    assert memory.d_prev is not None
     del on_A  # its vectors are large
-    try:
-        objective.move_to(before)
-        undone = _undone(memory)
-        draw = draw_sets(undone.search_growth)
-        on_A = _pass_over_A(objective, draw, settings, undone, attempt=1)
-        return _descend(objective, draw, on_A, undone, settings, lambda: before, clock, sent, accepted=False)
-    except BaseException as error:
-        if together_still(objective.comm, error):
-            objective.move_to(before + memory.d_prev)  # where it was, bit for bit
-        raise
-
-
-@dataclass(eq=False)
-class _OnA:
-    """What the pass over A gave; its vectors are let go as soon as the basis is built."""
-
-    losses: BatchLosses
-    g: Tensor | None
-    precondition: Precondition | None
+    objective.move_to(before)
+    undone = _undone(memory)
+    draw = draw_sets(undone.search_growth)
+    on_A = pass_over_A(objective, draw.a, settings.preconditioner, (memory.seed, memory.iteration, 1))
+    return _descend(objective, draw, on_A, undone, settings, lambda: before, clock, sent, accepted=False)
 
 
 def _descend(
     objective: Objective,
     draw: StepSets,
-    on_A: _OnA,
+    on_A: OnA,
     memory: Memory,
     settings: Settings,
     theta: Callable[[], Tensor],
@@ -189,17 +184,25 @@ def _descend(
     g = on_A.g = on_A.precondition = None
     clock.lap("basis")
 
-    with restoring(objective, theta):
-        if subspace is None:
-            found = Found(None, losses.mean, losses.mean, 0, 0, StopReason.ZERO_GRADIENT)
+    if subspace is None:
+        found = Found(None, losses.mean, losses.mean, 0, 0, StopReason.ZERO_GRADIENT)
+    else:
+        together(comm, lambda: len(draw.c))  # load it
+        noise = relative_noise(parameters.params[0].dtype)
+        # The walk has vectors of all parameters: it must not outlive the search.
+        found = search_subspace(Walk(objective, draw.c), subspace, settings.search, noise, comm, known)  # 7-12
+    d = None if found.d is None else parameters.rounded(found.d)
+    here = theta()
+    objective.move_to(here if d is None else here + d)  # line 13
+    if d is not None:
+        after = loss_taken(objective, draw, found.before)
+        if after is None:
+            d = None
+            objective.move_to(here)
+            notes.append(LOST_IN_ROUNDING)
+            found = replace(found, after=found.before, coefficients=(), stop_reason=StopReason.NOISE)
         else:
-            together(comm, lambda: len(draw.c))  # load it
-            noise = relative_noise(parameters.params[0].dtype)
-            # The walk has vectors of all parameters: it must not outlive the search.
-            found = search_subspace(Walk(objective, draw.c), subspace, settings.search, noise, comm, known)  # 7-12
-        d = None if found.d is None else parameters.rounded(found.d)
-        here = theta()
-        objective.move_to(here if d is None else here + d)  # line 13
+            found = replace(found, after=after)
     clock.lap("search")
 
     report = StepReport(
@@ -230,7 +233,7 @@ def _descend(
     return report, replace(
         memory,
         iteration=memory.iteration + 1,
-        d_prev=d,
+        d_prev=found.kept if d is None else d,
         accepted=here if keep else None,
         accepted_loss=losses.mean if keep else math.inf,
         carry=found.carry or memory.carry,
@@ -264,34 +267,23 @@ def _unmoved(objective: Objective, memory: Memory) -> bool:
     """Whether θ is where the last step left it, bit for bit, on all ranks."""
     if memory.accepted is None or memory.d_prev is None:
         return False
-    elsewhere = not torch.equal(objective.point(), objective.parameters.rounded(memory.accepted + memory.d_prev))
+    x, left_at = objective.point(), objective.parameters.rounded(memory.accepted + memory.d_prev)
+    elsewhere = not torch.equal(x, left_at)
+    if elsewhere:  # or NaN, in what the loss does not use
+        elsewhere = bool(((x != left_at) & ~(x.isnan() & left_at.isnan())).any())
     return not float(objective.comm.max(torch.tensor(float(elsewhere), device="cpu")))
 
 
-def _standing(objective: Objective, memory: Memory) -> Callable[[], Tensor]:
-    """θ [P_local], to come back to: from what is remembered, if that is where it is, which spares a copy."""
-    if _unmoved(objective, memory):
-        x, d = memory.accepted, memory.d_prev
-        assert x is not None
-        assert d is not None
-        return lambda: objective.parameters.rounded(x + d)
-    theta = objective.point()
-    return lambda: theta
+def _here(objective: Objective, theta: Callable[[], Tensor] | None) -> Callable[[], Tensor]:
+    """→ θ [P_local] where the step begins."""
+    if theta is not None:
+        return lambda: objective.comm.shard(theta())
+    here = objective.point()
+    return lambda: here
 
 
 def _undone(memory: Memory) -> Memory:
     return replace(memory, d_prev=None, accepted=None, search_growth=memory.search_growth + 1)
-
-
-def _pass_over_A(objective: Objective, draw: StepSets, settings: Settings, memory: Memory, attempt: int) -> _OnA:
-    batches = Counted(draw.a, objective.tell)
-    if settings.preconditioner is None:
-        return _OnA(*objective.value_and_gradient(batches), None)
-    start = settings.preconditioner.start
-    losses, g, statistics = pass_with_statistics(
-        objective, batches, lambda: start(objective, memory.seed, memory.iteration, attempt)
-    )
-    return _OnA(losses, g, statistics.solver(objective.comm))
 
 
 def _name(preconditioner: Preconditioner | None) -> str:

@@ -142,6 +142,24 @@ def _placed(batch: Any, device: Device, unshare: bool = False) -> Any:
     return batch
 
 
+def same_values(a: Any, b: Any) -> bool:
+    """Whether two batches hold the same numbers, as far as tensors, numbers and containers of them tell.
+
+    Example:
+        >>> same_values({"x": torch.ones(2), "name": "a"}, {"x": torch.ones(2), "name": "b"})
+        True
+    """
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        if a.shape != b.shape or a.layout != torch.strided or a.is_quantized:
+            return a.shape == b.shape
+        return bool(((a == b) | ((a != a) & (b != b))).all())
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        return a.keys() == b.keys() and all(same_values(a[key], b[key]) for key in a)
+    if isinstance(a, tuple | list) and isinstance(b, tuple | list):
+        return len(a) == len(b) and all(map(same_values, a, b))
+    return not isinstance(a, int | float) or a == b or a != a
+
+
 def _tensors_of(data: Any) -> tuple[Tensor, ...] | None:
     """Return the tensors to be indexed directly, or None for a dataset."""
     if isinstance(data, Tensor):

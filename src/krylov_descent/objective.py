@@ -99,6 +99,10 @@ class _Gathered:
         self.shares.append(share)
 
 
+def _as_it_is(evaluate: Callable[[], Evaluation]) -> Evaluation:
+    return evaluate()
+
+
 class Objective:
     """f, ∇f and evaluations on micro-batches; counts what they cost in ``sample_gradients``."""
 
@@ -118,17 +122,21 @@ class Objective:
         self.tell: Tell = nobody
         self.compiled = compiled
         """Takes the passes without statistics, if given."""
+        self.first_look: Callable[[Callable[[], Evaluation]], Evaluation] = _as_it_is
+        """Takes the first evaluation of a step, and may refuse it."""
         self._closure = closure
         self._watched = False
 
     def evaluate(self, batch: Microbatch) -> Evaluation:
-        """One call of the closure with its graph; the first call is searched for the usual mistakes."""
-        if self._watched:
-            return closures.evaluate(self._closure, batch)
-        watch = closures.BackwardWatch(self.parameters.params)
-        try:
-            evaluation = closures.evaluate(self._closure, batch)
-        finally:
+        """One call of the closure with its graph, searched for the usual mistakes."""
+        look = _as_it_is if self._watched else self.first_look
+        with self.parameters.without_grads():
+            watch = closures.BackwardWatch(self.parameters.params)
+            try:
+                evaluation = look(lambda: closures.evaluate(self._closure, batch))
+            except Exception:
+                watch.check()
+                raise
             watch.check()
         if evaluation.weight > 0:  # a batch whose every term is masked tells nothing
             closures.require_graph(evaluation)
@@ -160,23 +168,24 @@ class Objective:
 
         def work() -> None:
             for batch in batches:
-                gathered.add(*self.loss_and_weight(batch), batch.share)
+                evaluation = self.forward(batch)
+                gathered.add(evaluation.loss.detach(), evaluation.weight, batch.share)
 
         return self._share(gathered, attempt(self.comm, work))[0]
 
-    def loss_and_weight(self, batch: Microbatch) -> tuple[Tensor, float]:
-        """The mean loss of one micro-batch and its weight, by a forward pass."""
+    def forward(self, batch: Microbatch) -> Evaluation:
+        """One call of the closure, for its values alone."""
         with closures.same_path_as_with_gradients():
             try:
                 with self.parameters.frozen():
                     evaluation = closures.evaluate(self._closure, batch)
             except RuntimeError as error:
-                if "grad" not in str(error):
+                if not closures.misses_graph(error):
                     raise
                 # The closure differentiates with respect to the parameters (a gradient penalty).
                 evaluation = closures.evaluate(self._closure, batch)
         self.sample_gradients += FORWARD * evaluation.samples
-        return evaluation.loss.detach(), evaluation.weight
+        return evaluation
 
     def value_and_gradient(
         self, batches: Iterable[Microbatch], statistics: Statistics | None = None

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from krylov_descent.atomic import AsBefore, standing
 from krylov_descent.base import ClosureOptimizer
 from krylov_descent.budget import Storage
 from krylov_descent.closure import no_inference_mode
 from krylov_descent.compiled import CompiledPasses
-from krylov_descent.consistency import check_consistency
-from krylov_descent.data import Subsets
+from krylov_descent.consistency import check_consistency, steady
+from krylov_descent.data import Draw, Subsets
 from krylov_descent.distributed import Comm, ProcessGroup, Ranks, SingleProcess, together
 from krylov_descent.distributed.mesh import MeshComm
 from krylov_descent.distributed.sharded import lean_graphs
@@ -25,6 +26,7 @@ from krylov_descent.ksd import Memory, ksd_step, settle
 from krylov_descent.objective import Objective
 from krylov_descent.options import Options
 from krylov_descent.parameters import ParameterVector
+from krylov_descent.precision import warn_if_reduced
 from krylov_descent.precondition import Fisher, Preconditioner
 from krylov_descent.rational import Rational
 from krylov_descent.report import Settlement, StepReport
@@ -160,21 +162,24 @@ class KSD(ClosureOptimizer):
         source = repr(sets) if isinstance(sets, Subsets) else type(sets).__name__
         settings = zlib.crc32(f"{self._options.shared()} {decays} {source}".encode())
         require_same(self._comm, parameters, (memory.iteration, memory.seed, self._options.krylov_dim, settings))
-        with torch.enable_grad(), self._full_precision(), lean_graphs():
+        theta = standing(parameters, memory, self._comm)
+        with AsBefore(parameters, theta, self.state), torch.enable_grad(), self._full_precision(), lean_graphs():
             objective, draw_sets = self._prepare(closure, sets, memory, parameters)
             self._builder.require_room(objective)
-            if memory.iteration == 0:
-                check_consistency(
-                    objective,
-                    draw_sets(memory.search_growth),
-                    curvature_of_outputs=self._options.curvature != "hessian",
-                )
+            if memory.iteration:
+                objective.first_look = steady
+            else:
+                warn_if_reduced(parameters.params)
+                first = draw_sets(memory.search_growth)
+                check_consistency(objective, first, curvature_of_outputs=self._options.curvature != "hessian")
+                if isinstance(first, Draw):
+                    together(self._comm, first.warn_if_random)
             if not self._builder.announced:
                 first = draw_sets(memory.search_growth)
                 together(self._comm, lambda: len(first.b))  # load it
                 self._builder.announce(objective, first.b)
-            report, memory = ksd_step(objective, draw_sets, memory, self._settings)
-        self._store(parameters, memory)
+            report, memory = ksd_step(objective, draw_sets, memory, self._settings, theta)
+            self._store(parameters, memory)
         return report
 
     def settle(self, closure: Callable[..., Any], sets: Subsets | None = None) -> Settlement:
@@ -199,11 +204,12 @@ class KSD(ClosureOptimizer):
         no_inference_mode()
         parameters = self._parameters()
         memory = self._remember(parameters)
-        with torch.enable_grad(), self._full_precision(), lean_graphs():
+        theta = standing(parameters, memory, self._comm)
+        with AsBefore(parameters, theta, self.state), torch.enable_grad(), self._full_precision(), lean_graphs():
             objective, draw_sets = self._prepare(closure, sets, memory, parameters)
             settlement, settled = settle(objective, draw_sets(memory.search_growth), memory)
-        if not settlement.accepted:
-            self._store(parameters, settled)
+            if not settlement.accepted:
+                self._store(parameters, settled)
         return settlement
 
     def _prepare(

@@ -35,6 +35,11 @@ class ParameterVector:
         self.device = first.device
         # Half-precision parameters are searched in float32: 8 bits cannot hold an orthonormal basis.
         self.dtype = first.dtype if first.dtype in (torch.float32, torch.float64) else torch.float32
+        if (most := max(self._decay)) > torch.finfo(self.dtype).max:
+            raise ValueError(
+                f"weight_decay={most!r} is beyond the range of {self.dtype}, in which the parameters are searched. It "
+                "is c of ½·c·‖θ‖²: pass a smaller one, 1e-4 for example."
+            )
 
     def flatten(self, tensors: Sequence[Tensor]) -> Tensor:
         """Tensors in the shapes of the parameters → one new vector [P]."""
@@ -99,13 +104,25 @@ class ParameterVector:
     @contextmanager
     def frozen(self) -> Iterator[None]:
         """No graph from the parameters, yet grad mode stays on: the closure may differentiate inside."""
-        for p in self.params:
-            p.requires_grad_(False)
         try:
+            for p in self.params:
+                p.requires_grad_(False)
             yield
         finally:
             for p in self.params:
                 p.requires_grad_(True)
+
+    @contextmanager
+    def without_grads(self) -> Iterator[None]:
+        """Inside, ``.grad`` is None, so that a closure that calls backward adds to nothing that was there."""
+        kept = [p.grad for p in self.params]
+        try:
+            for p in self.params:
+                p.grad = None
+            yield
+        finally:
+            for p, grad in zip(self.params, kept, strict=True):
+                p.grad = grad
 
     @torch.no_grad()
     def decay_value(self) -> float:
@@ -158,6 +175,11 @@ def check_uniform(params: Sequence[Tensor]) -> None:
                 f"KSD needs all trainable parameters to share one of the {what}; found {sorted(found)}. "
                 "Convert the model (model.to(...)) or freeze the odd ones (requires_grad_(False))."
             )
+    if any(p.is_inference() for p in params):
+        raise ValueError(
+            "KSD was given parameters that were made inside torch.inference_mode(): nothing can differentiate by them. "
+            "Build the model outside of it, or load its state_dict() into one that was."
+        )
     dtype = params[0].dtype
     if not dtype.is_floating_point:
         raise ValueError(

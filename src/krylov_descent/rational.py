@@ -1,22 +1,26 @@
 """A rational basis: steps (H + λ)⁻¹g in place of polynomials in H, from a sketch of the curvature.
 
-Letters: J [m, P] sketch, ρ [m] with Jᵀρ its part of the gradient, g [P] gradient, K = JJᵀ = QEQᵀ [m, m], λ damping,
-φ [P] the flow's direction, μ momentum, η length of a step along it, c weight decay. P stands for this rank's part of
-the parameters; ``inner`` completes inner products.
+Letters: J [m, P] sketch, ρ [m] with Jᵀρ its part of the gradient, g [P] gradient, λ damping, φ [P] the flow's
+direction, μ momentum, η length of a step along it, α [P] its acceleration, c weight decay. P stands for this rank's
+part of the parameters; ``inner`` completes inner products.
 
 Deviations from the paper:
 
 1. Its subspace is span{(D⁻¹H)^k D⁻¹g}; this one is spanned by (H + λ)⁻¹g and needs no D. By Woodbury, a step costs
-   one product by Jᵀ after one factorisation of K.
+   one product by Jᵀ after one factorisation of JJᵀ.
 2. The search begins at the best of some candidates, and goes on only where none is better than staying.
 
 Two families of candidates:
 
-- The flow, ηφ with φ = argmin ‖Jφ + ρ‖² + λ‖φ − μφ_prev‖²: a Gauss–Newton direction of all rows that were drawn in the
-  last 1/(1 − μ) steps or so, of which only a short piece is followed. All residuals then shrink alike, whatever their
-  curvature, where steps that lower the loss as much as they can satisfy the stiff ones first and end in a valley.
+- The flow, ηφ + ½η²α with φ = argmin ‖Jφ + ρ‖² + λ‖φ − μφ_prev‖²: a Gauss–Newton direction of all rows that were drawn
+  in the last 1/(1 − μ) steps or so, of which only a short piece is followed, around its bend. All residuals then shrink
+  alike, whatever their curvature, where steps that lower the loss as much as they can satisfy the stiff ones first and
+  end in a valley.
 - Damped steps −(JᵀJ + λ)⁻¹g for a grid of λ, for when the flow leads nowhere: the whole gradient, so that enough
   damping always descends.
+
+Where no piece of the flow lowers the loss, φ is what the rows of a few sketches want, and not all: the parameters stay,
+and φ gathers more rows. Only if that has not helped for a while are damped steps looked at.
 
 λ of the flow follows η: larger where only very short pieces lower the loss, smaller where long ones do.
 """
@@ -34,15 +38,17 @@ from torch import Tensor
 from krylov_descent.basis import Carry, Family, Starts, Subspace, Turn, spanned_basis
 from krylov_descent.data import Microbatch
 from krylov_descent.distributed import Comm, inner
+from krylov_descent.flow import Factored, acceleration, damped_steps, flow_direction, new_damping
 from krylov_descent.objective import Objective
 from krylov_descent.rows import Rows
-from krylov_descent.sketch import Sketcher
+from krylov_descent.sketch import Sketch, Sketcher
 
 _FIRST, _LEAST, _MOST = 1e-6, 1e-14, 1e-5  # λ of the flow, relative to the trace of K: at first, and its bounds
-_SLOW = 2  # λ changes by this factor where the length is not
-_WANTED = 2.0**-7  # within a factor of two
-_SHORTEST, _LONGEST = 2.0**-14, 2.0
+_SHORTEST = 2.0**-14
+_LONGEST = 2.0**-3  # longer pieces lower the loss faster at first, and end higher
+_LONGEST_WHOLE = 2.0  # where all rows are known, φ is what they all want
 _LENGTHS = 5  # halvings and doublings of the last length that are looked at, at most
+_WAIT = 8  # steps in a row that gather rows, at most
 
 _COPIES = 5  # of m·n numbers, while rows are drawn: J, the weights of their own, their gradients (measured: 4.3 to 4.7)
 
@@ -74,48 +80,6 @@ class Rational:
             raise ValueError(f"Rational(momentum={self.momentum!r}): must be a number in [0, 1).")
 
 
-class Factored:
-    """JᵀJ, ready for any damping.
-
-    Attributes:
-        trace: of JᵀJ.
-    """
-
-    def __init__(self, J: Tensor, comm: Comm) -> None:
-        self._J, self._comm = J, comm
-        # In float64, or the small eigenvalues of K, which matter, would be rounding of the large ones.
-        K = inner(comm, J.shape[1], lambda piece: _gram(J[:, piece].double()))
-        E, self._Q = torch.linalg.eigh(K)
-        self._E = E.clamp(min=0)
-        self.trace = float(self._E.sum())
-
-    def solved(self, x: Tensor, lam: Tensor) -> Tensor:
-        """Jᵀ(K + λ)⁻¹x [l, P] for every λ."""
-        c = (self._Q @ ((self._Q.T @ x.double())[:, None] / (self._E[:, None] + lam.to(self._E)))).T
-        # Share by share: how a product rounds depends on its shape, which must not depend on the number of ranks.
-        pieces = self._J.tensor_split(self._comm.shares, dim=1)
-        return torch.cat([c.to(piece.dtype) @ piece for piece in pieces], dim=1)
-
-    def unseen(self, v: Tensor, lam: Tensor) -> Tensor:
-        """λ(JᵀJ + λ)⁻¹v = v − Jᵀ(K + λ)⁻¹Jv [l, P]: what the curvature leaves of v."""
-        return v - self.solved(inner(self._comm, len(v), lambda piece: self._J[:, piece] @ v[piece]), lam)
-
-
-def _gram(J: Tensor) -> Tensor:
-    return J @ J.T
-
-
-def flow_direction(sketch: Factored, rho: Tensor, carried: Tensor | None, lam: Tensor) -> Tensor:
-    """φ [P] = argmin ‖Jφ + ρ‖² + λ‖φ − carried‖²; λ [1]."""
-    phi = -sketch.solved(rho, lam)
-    return (phi if carried is None else phi + sketch.unseen(carried, lam))[0]
-
-
-def damped_steps(sketch: Factored, g: Tensor, lam: Tensor) -> Tensor:
-    """−(JᵀJ + λ)⁻¹g [l, P]."""
-    return -sketch.unseen(g, lam) / lam[:, None].to(g)
-
-
 def reduced_curvature(J: Tensor, V: Rows, objective: Objective) -> Tensor:
     """H̄ = (JVᵀ)ᵀJVᵀ and the decay's part, float64 [r, r] for the r rows of V."""
     comm, rows = objective.comm, V.tensor()
@@ -129,25 +93,18 @@ def reduced_curvature(J: Tensor, V: Rows, objective: Objective) -> Tensor:
     return H
 
 
-def finite_rows(J: Tensor, rho: Tensor, comm: Comm) -> tuple[Tensor, Tensor]:
+def finite_rows(sketch: Sketch, comm: Comm) -> Sketch:
     """Those whose size is finite, on every rank."""
+    J, rho = sketch.J, sketch.rho
     sizes = inner(comm, J.shape[1], lambda piece: J[:, piece].square().sum(1))
     keep = sizes.isfinite() & rho.isfinite()
-    return (J, rho) if bool(keep.all()) else (J[keep], rho[keep])
-
-
-def new_damping(damping: float, length: float) -> float:
-    """λ of the next step's flow, after a step of length η.
-
-    Example:
-        >>> new_damping(1.0, 2.0**-9), new_damping(1.0, 2.0**-7), new_damping(1.0, 0.5)
-        (2.0, 1.0, 0.5)
-    """
-    return damping * _SLOW if length < _WANTED / 2 else damping / _SLOW if length > 2 * _WANTED else damping
+    if bool(keep.all()):
+        return sketch
+    return Sketch(J[keep], rho[keep], False, lambda: sketch.change()[keep])
 
 
 class RationalBuilder:
-    """Builds the span of the flow's direction, damped steps, the gradient and the previous step."""
+    """Builds the span of the flow's direction and bend, damped steps, the gradient and the previous step."""
 
     announced = True  # nothing is done in parts
 
@@ -168,59 +125,85 @@ class RationalBuilder:
         """The subspace and where to begin in it; ``precondition`` is not used."""
         comm = objective.comm
         drawn = self._sketcher.draw(objective, batches, (turn.seed, turn.iteration))
-        J, rho = finite_rows(*drawn, comm)
-        sketch = Factored(J, comm)
-        carry = self._bounded(sketch.trace, turn.carry)
-        phi = self._flow(objective, sketch, rho, d_prev, carry)
+        sketch = finite_rows(drawn, comm)
+        factored = Factored(sketch.J, comm)
+        longest = _LONGEST_WHOLE if sketch.whole else _LONGEST
+        carry = self._bounded(factored.trace, longest, turn.carry)
+        phi, alpha = self._flow(objective, sketch, factored, d_prev, carry)
+        patient = carry.lost + 1 < _WAIT
         dampings = carry.damped * _RATIO ** (torch.arange(_DAMPED, dtype=torch.float64, device="cpu") - _DAMPED // 2)
-        damped = damped_steps(sketch, g, dampings)
-        vectors = [v for v in (phi, *damped, g, d_prev) if v is not None]
-        room = min(len(vectors), objective.parameters.count)
+        damped = () if patient else tuple(damped_steps(factored, g, dampings))
+        vectors = [v for v in (phi, alpha, *damped, g, d_prev) if v is not None]
+        room = min(_DAMPED + 4, objective.parameters.count)
         if self._V is None or not self._V.holds(room, g):
             self._V = Rows(room, g)
         V = self._V
+        J = sketch.J
         subspace = spanned_basis(lambda V: reduced_curvature(J, V, objective), vectors, V, room, comm)
 
         def in_basis(d: Tensor) -> Tensor:
             c = inner(comm, len(d), lambda piece: V.dots(d, piece)).to("cpu", torch.float64)
             return c if bool(c.isfinite().all()) else torch.zeros_like(c)
 
-        lengths = _lengths(carry.length)
-        lost = Carry(min(carry.damping * _SLOW, _MOST * sketch.trace), min(lengths), 0.0, carry.damped)
+        lengths = _lengths(carry.length, longest)
+        towards, bend = in_basis(phi), in_basis(alpha)
         flow = Family(
-            torch.stack([eta * in_basis(phi) for eta in lengths]),
+            torch.stack([eta * towards + eta**2 / 2 * bend for eta in lengths]),
             lengths.index(carry.length),
-            # After a piece of length η, what is left of the direction is (1 − η)φ.
-            tuple(Carry(new_damping(carry.damping, eta), eta, max(0.0, 1 / eta - 1), carry.damped) for eta in lengths),
+            tuple(self._after(carry, eta) for eta in lengths),
         )
-        rescue = Family(
-            torch.stack([in_basis(d) for d in damped]),
-            _DAMPED // 2,
-            tuple(replace(lost, damped=lam) for lam in dampings.tolist()),
-        )
-        starts = Starts((flow, rescue), replace(lost, damped=float(dampings[-1])))
-        return replace(subspace, starts=starts, finite=subspace.finite and len(J) == len(drawn[0]))
+        shorter = max(carry.length / 2, _SHORTEST)
+        if patient:
+            # φ is remembered as if it were the last step, and taken up as it is.
+            waiting = replace(carry, length=shorter, scale=1.0, lost=carry.lost + 1)
+            starts = Starts((flow,), waiting, kept=towards)
+        else:
+            lost = replace(carry, length=shorter, scale=0.0, lost=0)
+            rescue = Family(
+                torch.stack([in_basis(d) for d in damped]),
+                _DAMPED // 2,
+                tuple(replace(lost, damped=lam) for lam in dampings.tolist()),
+            )
+            starts = Starts((flow, rescue), replace(lost, damped=float(dampings[-1])))
+        return replace(subspace, starts=starts, finite=subspace.finite and len(J) == len(drawn.J))
 
-    def _flow(self, objective: Objective, sketch: Factored, rho: Tensor, d_prev: Tensor | None, carry: Carry) -> Tensor:
-        """φ, with the decay as curvature c and residual cθ: (JᵀJ + λ + c)φ = −Jᵀρ − cθ + λμφ_prev."""
+    def _flow(
+        self, objective: Objective, sketch: Sketch, factored: Factored, d_prev: Tensor | None, carry: Carry
+    ) -> tuple[Tensor, Tensor]:
+        """φ and α, with the decay as curvature c and residual cθ: (JᵀJ + λ + c)φ = −Jᵀρ − cθ + λμφ_prev."""
         lam, c = carry.damping, max(objective.parameters.decay, default=0.0)
         carried = None if d_prev is None or not carry.scale else d_prev * (carry.scale * self._options.momentum)
+        here = objective.point()
         if c:
-            decay = torch.zeros_like(objective.point())
+            decay = torch.zeros_like(here)
             objective.add_decay(decay)
             carried = -decay / (lam + c) if carried is None else (lam * carried - decay) / (lam + c)
-        return flow_direction(sketch, rho, carried, torch.tensor([lam + c], dtype=torch.float64, device="cpu"))
+        damping = torch.tensor([lam + c], dtype=torch.float64, device="cpu")
+        phi = flow_direction(factored, sketch.rho, carried, damping)
+
+        def change() -> Tensor:
+            objective.move_to(here + carry.length * phi)
+            changed = sketch.change()
+            objective.move_to(here)
+            return changed
+
+        return phi, acceleration(factored, phi, carry.length, change, damping)
 
     @staticmethod
-    def _bounded(trace: float, carry: Carry | None) -> Carry:
+    def _after(carry: Carry, eta: float) -> Carry:
+        """After a piece of length η; what is left of the direction is (1 − η)φ."""
+        return Carry(new_damping(carry.damping, eta), eta, max(0.0, 1 / eta - 1), carry.damped, 0)
+
+    @staticmethod
+    def _bounded(trace: float, longest: float, carry: Carry | None) -> Carry:
         """What is remembered, within what this curvature can feel."""
         if not 0 < trace < math.inf:
-            return Carry(1.0, _WANTED, 0.0, 1.0)
+            return Carry(1.0, _LONGEST, 0.0, 1.0, _WAIT)
         if carry is None:
-            return Carry(_FIRST * trace, 0.5, 0.0, _FIRST_DAMPED * trace)
+            return Carry(_FIRST * trace, min(0.5, longest), 0.0, _FIRST_DAMPED * trace, 0)
         damping = min(max(carry.damping, _LEAST * trace), _MOST * trace)
         damped = min(max(carry.damped, _LEAST_DAMPED * trace), _MOST_DAMPED * trace)
-        return replace(carry, damping=damping, damped=damped)
+        return replace(carry, damping=damping, damped=damped, length=min(carry.length, longest))
 
     @property
     def rows(self) -> Rows | None:
@@ -250,7 +233,7 @@ class RationalBuilder:
         return {**self.__dict__, "_V": None, "_sketcher": Sketcher(self._options.rows)}
 
 
-def _lengths(length: float) -> list[float]:
+def _lengths(length: float, longest: float) -> list[float]:
     """Halvings and doublings of a length, longest first."""
     tried = (length * 2.0**-k for k in range(-_LENGTHS, _LENGTHS + 1))
-    return [eta for eta in tried if _SHORTEST <= eta <= _LONGEST]
+    return [eta for eta in tried if _SHORTEST <= eta <= longest]

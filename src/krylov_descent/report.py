@@ -24,6 +24,7 @@ class StopReason(enum.Enum):
     NON_FINITE = "non-finite"
     ZERO_GRADIENT = "zero-gradient"
     NEGATIVE_CURVATURE = "negative-curvature"
+    GATHERING = "gathering"
 
     @property
     def remedy(self) -> str:
@@ -56,6 +57,10 @@ _REMEDY: Mapping[StopReason, str] = {
     StopReason.NEGATIVE_CURVATURE: (
         "Conjugate gradients met a direction of negative curvature and ended before it (baselines only); "
         "if steps are short because of it, use curvature='ggn' or more damping."
+    ),
+    StopReason.GATHERING: (
+        "No piece of the direction of basis='rational' lowers the loss yet: the parameters stay, and the next step "
+        "adds other rows to it. Steps that end so are usual late in training."
     ),
 }
 

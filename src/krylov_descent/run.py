@@ -16,7 +16,7 @@ from krylov_descent.bar import step_bar
 from krylov_descent.distributed import Comm
 from krylov_descent.objective import relative_noise
 from krylov_descent.progress import Tell
-from krylov_descent.report import Settlement, StepReport
+from krylov_descent.report import Settlement, StepReport, StopReason
 
 
 class EndReason(enum.Enum):
@@ -56,6 +56,13 @@ _REMEDY: Mapping[EndReason, str] = {
 
 #: Steps in a row that end a run: the first may fail for the sake of a remembered step, or of a damping.
 NOTHING_FOUND = 5
+
+
+def in_vain(report: StepReport, before: int) -> int:
+    """How many steps in a row found nothing, after this one; a step that gathers rows has yet to find."""
+    if report.search_loss_after < report.search_loss_before:
+        return 0
+    return before if report.stop_reason is StopReason.GATHERING else before + 1
 
 
 class Steps(Protocol):
@@ -171,8 +178,7 @@ class Run:
                     self._stale += 1
                 del here
                 self.steps += 1
-                found = report.search_loss_after < report.search_loss_before
-                nothing = 0 if found or self._sets is not None else nothing + 1
+                nothing = 0 if self._sets is not None else in_vain(report, nothing)
                 if report.grad_norm <= self._gtol:
                     self.reason = EndReason.GRADIENT
                 elif nothing >= NOTHING_FOUND:

@@ -69,6 +69,7 @@ class Found:
         before, after: f on C at the start of the search and at its end.
         coefficients: of d in the rows of V.
         carry: for the next step's builder, if this one had starts.
+        kept: what the next step takes for the last one [P_local], if no step is taken; None for nothing.
     """
 
     d: Tensor | None
@@ -79,6 +80,7 @@ class Found:
     stop_reason: StopReason
     coefficients: tuple[float, ...] = ()
     carry: Carry | None = None
+    kept: Tensor | None = None
 
 
 def whiten(H: Tensor, floor: float, negative: str = "floor") -> Tensor:
@@ -91,6 +93,7 @@ def whiten(H: Tensor, floor: float, negative: str = "floor") -> Tensor:
     largest = float(eigenvalues.abs().max())
     if largest == 0:
         return torch.eye(len(H), dtype=H.dtype, device=H.device)
+    floor = max(floor, 16 * len(H) * torch.finfo(H.dtype).eps)  # below, rounding may leave no Cholesky factor
     raised = (eigenvalues.abs() if negative == "absolute" else eigenvalues).clamp(min=floor * largest)
     factor: Tensor = torch.linalg.cholesky((Q * raised) @ Q.T)
     return factor
@@ -126,6 +129,8 @@ class _Subspace:
     def __init__(self, walk: Walker, V: Rows, C: Tensor, comm: Comm) -> None:
         self._walk, self._V, self._C, self._comm = walk, V, C, comm
         self._a = torch.zeros(len(C), dtype=torch.float64, device="cpu")
+        self._line: tuple[Tensor, Tensor] = self._a, self._a  # coefficients where it begins, and along it
+        self._reach = torch.finfo(V.dtype).max / 2
 
     def step(self, a: Tensor) -> Tensor:
         """Line 9: V̄a = Vᵀ(C⁻ᵀa)."""
@@ -163,8 +168,12 @@ class _Subspace:
     def begin(self, x: Tensor, p: Tensor) -> None:
         self._walk.begin(self.step(p), moved=not torch.equal(x, self._a))
         self._a = x
+        self._line = self.coefficients(x), self.coefficients(p)
 
     def at(self, alpha: float) -> tuple[float, float]:
+        c, along = self._line
+        if not max(alpha, float((c + alpha * along).abs().sum())) < self._reach:
+            return math.inf, math.nan  # the step there could not be held in the vectors' dtype
         return self._walk.at(alpha)
 
     def gradient(self) -> Tensor:
@@ -238,7 +247,9 @@ def search_subspace(
         if best is not None:
             point, carry, lowest = best
             return lines.found(C.T @ point, before, lowest, 0, first, StopReason.CONVERGED, carry)
-        carry = subspace.starts.otherwise
+        carry, kept = subspace.starts.otherwise, subspace.starts.kept
+        if kept is not None:
+            return Found(None, before, before, 0, first, StopReason.GATHERING, carry=carry, kept=lines.combine(kept))
     result = bfgs_on_lines(  # line 11
         lines,
         a0,

@@ -1,6 +1,7 @@
 """A sketch of the Gauss–Newton matrix: some rows of H_L^½ J on B, rescaled so that JᵀJ stands for all of them.
 
-Letters: J [m, P] rows of the sketch, ρ [m] with Jᵀρ an estimate of the gradient; m rows wanted in all.
+Letters: J [m, P] rows of the sketch, ρ [m] with Jᵀρ an estimate of the gradient; m rows wanted in all; a row of J is
+uᵀ∂z/∂θ for some outputs z of one sample.
 Every output (every term of a multi-term loss) has rows in the sketch, N/s times as heavy where s of its N were drawn.
 """
 
@@ -8,26 +9,37 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from krylov_descent.closure import Evaluation, require_outputs
+from krylov_descent.closure import Evaluation, require_attached, require_weight
+from krylov_descent.curvature.gauss_newton import require_influence
 from krylov_descent.data import Microbatch
 from krylov_descent.distributed import Comm, added, attempt
-from krylov_descent.jacobian import (
-    Calls,
-    OwnWeights,
-    Place,
-    along,
-    place_of,
-    write_rows,
-    write_rows_one_by_one,
-)
+from krylov_descent.jacobian import OwnWeights, Place, along, write_rows, write_rows_one_by_one
 from krylov_descent.objective import Objective
-from krylov_descent.output_hessian import cotangents, output_roots
+from krylov_descent.output_hessian import output_roots
+from krylov_descent.row_choice import Seen, choose, look, samples_of, shapes_of
+
+
+@dataclass(frozen=True, eq=False)
+class Sketch:
+    """Rows that were drawn.
+
+    Attributes:
+        J: this rank's columns [m, P_local] of the rows of all ranks.
+        rho: ρ [m].
+        whole: whether no row was left out, so that JᵀJ and Jᵀρ are exact.
+        change: → uᵀ(z − z₀) [m]: how far the outputs are, where the parameters are now, from where they were.
+    """
+
+    J: Tensor
+    rho: Tensor
+    whole: bool
+    change: Callable[[], Tensor]
 
 
 class Sketcher:
@@ -42,10 +54,10 @@ class Sketcher:
         self._judged: tuple[object, ...] = ()
         self.together = True
         self._checks = 0
-        self._seen: dict[int | None, _Seen] = {}
+        self._seen: dict[int | None, Seen] = {}
 
-    def draw(self, objective: Objective, batches: Sequence[Microbatch], key: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """J, this rank's columns [m, P_local] of the rows of all ranks, and ρ [m]; ``key`` seeds which are drawn.
+    def draw(self, objective: Objective, batches: Sequence[Microbatch], key: Sequence[int]) -> Sketch:
+        """Rows of this closure on these micro-batches; ``key`` seeds which are drawn.
 
         Raises:
             ValueError: the loss has no square root row by row, or the rows do not fit, with the remedy.
@@ -56,48 +68,79 @@ class Sketcher:
             self._judged, self.together, self._checks, self._seen = judged, True, 0, {}
         count = float(added(comm, float(len(batches))))
         wanted = max(1, round(self._rows / max(1.0, count)))
-        parts: list[tuple[Tensor, Tensor, float]] = []
+        parts: list[_Part] = []
 
         def work() -> None:
             parts.extend(self._part(objective, b, wanted, _seed((*key, b.position))) for b in batches)
 
         failure = attempt(comm, work)
-        W = float(added(comm, sum((w for _, _, w in parts), 0.0), failure))
-        for J, rho, weight in parts:
-            if weight != W:
-                J *= (weight / W) ** 0.5
-                rho *= (weight / W) ** 0.5
-        if comm.ranks == 1 and len(parts) == 1:
-            return parts[0][:2]
+        W = float(added(comm, sum((part.weight for part in parts), 0.0), failure))
+        require_weight(W)
+        for part in parts:
+            part.weigh((part.weight / W) ** 0.5)
+        whole = not float(added(comm, float(not all(part.whole for part in parts))))
         none = _room(1, objective)[0].zero_()  # a rank may have no rows
-        return _gathered(
-            comm, [row for J, _, _ in parts for row in J], torch.cat([none[:0], *(p[1] for p in parts)]), none
-        )
+        rho = torch.cat([none[:0], *(part.rho for part in parts)])
+        start, m = _where(comm, len(rho))
 
-    def _part(self, objective: Objective, batch: Microbatch, wanted: int, seed: int) -> tuple[Tensor, Tensor, float]:
-        """Rows of one micro-batch, their ρ, and the weight of the micro-batch."""
+        def gathered(x: Tensor) -> Tensor:
+            """[m], of what each rank has for its rows."""
+            placed = x.new_zeros(m)
+            placed[start : start + len(x)] = x
+            return added(comm, placed)
+
+        def change() -> Tensor:
+            found: list[Tensor] = []
+
+            def work() -> None:
+                found.extend(part.change(objective.forward(batch)) for batch, part in zip(batches, parts, strict=True))
+
+            failure = attempt(comm, work)
+            added(comm, 0.0, failure)
+            return gathered(torch.cat([none[:0], *found]))
+
+        if comm.ranks == 1 and len(parts) == 1:
+            J = parts[0].J
+        else:
+            J = _scattered(comm, [row for part in parts for row in part.J], start, m, none)
+        for part in parts:
+            part.J = none[None][:0]  # the rows are large, and needed once
+        return Sketch(J, gathered(rho), whole, change)
+
+    def _part(self, objective: Objective, batch: Microbatch, wanted: int, seed: int) -> _Part:
+        """Rows of one micro-batch."""
         evaluation, own, seen, chosen = self._evaluate(objective, batch, wanted, seed)
+        if evaluation.weight == 0:  # every term is masked
+            nothing = objective.parameters.zeros()[:0]
+            return _Part(_room(0, objective), nothing, nothing, 0.0, [], True, shapes_of(evaluation))
+        require_attached(evaluation)
         signs = torch.Generator("cpu").manual_seed(seed + 1)
         deltas = torch.autograd.grad(evaluation.loss, evaluation.outputs, create_graph=True, allow_unused=True)
+        require_influence(deltas)
         found = []
-        for z, delta, place, S in zip(evaluation.outputs, deltas, seen.places, chosen, strict=True):
+        whole = True
+        for i, (z, delta, place, S) in enumerate(zip(evaluation.outputs, deltas, seen.places, chosen, strict=True)):
+            if z.numel() == 0:
+                continue
             z = z.reshape(1) if z.ndim == 0 else z
             roots = output_roots(z, delta, S, signs)
             if isinstance(roots, str):
                 raise ValueError(f"basis='rational' cannot be used with this loss: {roots}. Use basis='krylov'.")
             scale = (z.shape[0] / len(S)) ** 0.5
-            found += [(z, place, S, u * scale, rho * scale) for u, rho in zip(roots.u, roots.rho, strict=True)]
-        J = _room(sum(len(S) for _, _, S, _, _ in found), objective)
+            whole &= len(S) == z.shape[0] and len(roots.u) in (0, math.prod(z.shape[1:]))
+            found += [(i, z, place, S, u * scale, rho * scale) for u, rho in zip(roots.u, roots.rho, strict=True)]
+        J = _room(sum(len(S) for _, _, _, S, _, _ in found), objective)
         at = 0
-        for z, place, S, u, _ in found:
+        for _, z, place, S, u, _ in found:
             self._write(objective, own, z, place, S, u, J[at : at + len(S)])
             at += len(S)
-        rho = torch.cat([rho for *_, rho in found]) if found else J.new_zeros(0)
-        return J, rho.detach(), evaluation.weight
+        rho = torch.cat([rho.detach() for *_, rho in found]) if found else J.new_zeros(0)
+        reads = [(i, S, u.detach()) for i, _, _, S, u, _ in found]
+        return _Part(J, rho, _read(evaluation, reads).to(rho), evaluation.weight, reads, whole, seen.shapes)
 
     def _evaluate(
         self, objective: Objective, batch: Microbatch, wanted: int, seed: int
-    ) -> tuple[Evaluation, OwnWeights, _Seen, list[Tensor]]:
+    ) -> tuple[Evaluation, OwnWeights, Seen, list[Tensor]]:
         """The closure with weights of their own for the rows that are drawn.
 
         Which rows there are is known from the last call with so many samples, and at the first from a call without.
@@ -107,13 +150,13 @@ class Sketcher:
             seen = self._seen.get(batch.samples)
             if seen is not None:
                 # Seeded at each attempt: what is drawn does not depend on what was known before.
-                chosen = _choose(seen, wanted, torch.Generator("cpu").manual_seed(seed))
-                own = OwnWeights(params, _together(seen, chosen))
+                chosen = choose(seen, wanted, torch.Generator("cpu").manual_seed(seed))
+                own = OwnWeights(params, samples_of(seen, chosen))
                 with own:
                     evaluation = objective.evaluate(batch)
-                if seen.shapes == _shapes(evaluation):
+                if seen.shapes == shapes_of(evaluation):
                     return evaluation, own, seen, chosen
-            self._seen[batch.samples] = _look(objective, batch)
+            self._seen[batch.samples] = look(objective, batch)
 
     def _write(
         self, objective: Objective, own: OwnWeights, z: Tensor, place: Place, S: Tensor, u: Tensor, block: Tensor
@@ -133,19 +176,55 @@ class Sketcher:
         return self._checks & (self._checks - 1) == 0
 
 
-def _gathered(comm: Comm, rows: Sequence[Tensor], rho: Tensor, none: Tensor) -> tuple[Tensor, Tensor]:
-    """The rows of all ranks, one after the other, each cut into the ranks' parts; and ρ of all of them.
+@dataclass(eq=False)
+class _Part:
+    """Rows of one micro-batch, and how to read the outputs that they belong to: (which, rows S, u)."""
+
+    J: Tensor
+    rho: Tensor
+    z: Tensor
+    weight: float
+    reads: list[tuple[int, Tensor, Tensor]]
+    whole: bool
+    shapes: tuple[tuple[int, ...], ...]
+
+    def weigh(self, factor: float) -> None:
+        if factor != 1:
+            for x in (self.J, self.rho, self.z, *(u for _, _, u in self.reads)):
+                x *= factor
+
+    def change(self, evaluation: Evaluation) -> Tensor:
+        if (shapes := shapes_of(evaluation)) != self.shapes:
+            raise ValueError(
+                f"The closure returned outputs of shapes {list(shapes)}, and before in this step {list(self.shapes)}: "
+                "it must return the same outputs whenever it is called with the same batch."
+            )
+        return _read(evaluation, self.reads) - self.z
+
+
+def _read(evaluation: Evaluation, reads: Sequence[tuple[int, Tensor, Tensor]]) -> Tensor:
+    """uᵀz of every row."""
+    z = [z.detach().reshape(1) if z.ndim == 0 else z.detach() for z in evaluation.outputs]
+    values = [(u * z[i][S]).reshape(len(S), -1).sum(1) for i, S, u in reads]
+    return torch.cat(values) if values else evaluation.loss.new_zeros(0)
+
+
+def _where(comm: Comm, rows: int) -> tuple[int, int]:
+    """Where this rank's rows begin among those of all ranks, and how many those are."""
+    counts = torch.zeros(comm.ranks, dtype=torch.float64, device="cpu")
+    counts[comm.rank] = rows
+    counts = added(comm, counts)
+    return int(counts[: comm.rank].sum()), int(counts.sum())
+
+
+def _scattered(comm: Comm, rows: Sequence[Tensor], start: int, m: int, none: Tensor) -> Tensor:
+    """The rows of all ranks, one after the other, each cut into the ranks' parts.
 
     Reduce-scattering zeros (``none``) from all ranks but one sends what that one has to its owners.
     """
-    counts = torch.zeros(comm.ranks, dtype=torch.float64, device="cpu")
-    counts[comm.rank] = len(rows)
-    counts = added(comm, counts)
-    start, m = int(counts[: comm.rank].sum()), int(counts.sum())
-    placed = rho.new_zeros(m)
-    placed[start : start + len(rows)] = rho
     parts = [comm.reduce_scatter(rows[i - start] if start <= i < start + len(rows) else none) for i in range(m)]
-    return torch.stack(parts), added(comm, placed)
+    # Without curvature (a loss that is linear in the outputs) there is no row.
+    return torch.stack(parts) if parts else comm.shard(none)[None][:0]
 
 
 def _seed(key: Sequence[int]) -> int:
@@ -165,51 +244,6 @@ def _room(rows: int, objective: Objective) -> Tensor:
         ) from None
 
 
-@dataclass(frozen=True)
-class _Seen:
-    """What is known of a closure's outputs: shapes, and where their rows come from."""
-
-    shapes: tuple[tuple[int, ...], ...]
-    places: tuple[Place, ...]
-
-
-def _look(objective: Objective, batch: Microbatch) -> _Seen:
-    calls = Calls(objective.parameters.params)
-    with calls:
-        evaluation = objective.evaluate(batch)
-    require_outputs(evaluation, "basis='rational'")
-    rows = (z.reshape(1) if z.ndim == 0 else z for z in evaluation.outputs)
-    return _Seen(_shapes(evaluation), tuple(place_of(z, calls.results) for z in rows))
-
-
-def _shapes(evaluation: Evaluation) -> tuple[tuple[int, ...], ...]:
-    return tuple(tuple(z.shape) for z in evaluation.outputs)
-
-
-def _choose(seen: _Seen, wanted: int, generator: torch.Generator) -> list[Tensor]:
-    """Which rows of each output are drawn; the same of outputs that come from the same rows.
-
-    In proportion to their number, but no output gets less than a third of an even share.
-    """
-    numbers = [shape[0] if shape else 1 for shape in seen.shapes]
-    widths = [cotangents(math.prod(shape[1:])) for shape in seen.shapes]
-    total = sum(n * k for n, k in zip(numbers, widths, strict=True))
-    drawn: dict[tuple[Place, int], Tensor] = {}
-    for n, k, place in zip(numbers, widths, seen.places, strict=True):
-        s = min(n, max(1, round(wanted * max(n / total, 1 / (3 * k * len(numbers))))))
-        if (place, n) not in drawn or s > len(drawn[place, n]):
-            drawn[place, n] = torch.randperm(n, generator=generator, device="cpu")[:s].sort().values
-    return [drawn[place, n] for n, place in zip(numbers, seen.places, strict=True)]
-
-
-def _together(seen: _Seen, chosen: Sequence[Tensor]) -> dict[int, Tensor]:
-    """For each number of rows of a layer's inputs, those that some output was chosen from."""
-    rows: dict[int, list[Tensor]] = {}
-    for place, S in zip(seen.places, chosen, strict=True):
-        rows.setdefault(place.rows, []).append(place.of(S).reshape(-1))
-    return {number: torch.unique(torch.cat(parts)) for number, parts in rows.items()}
-
-
 def _columns(block: Tensor, params: Sequence[Tensor]) -> list[Tensor]:
     """Views [s, …] of a block's columns, in the parameters' shapes."""
     views, at = [], 0
@@ -223,11 +257,13 @@ def _confirmed(z: Tensor, S: Tensor, u: Tensor, params: Sequence[Tensor], block:
     """Whether a random combination of the rows is what a backward pass gives."""
     w = torch.linspace(-1, 1, len(S), dtype=block.dtype, device=block.device).cos_().add_(0.5)
     w[::2] *= -1
-    wu = u * w.reshape(-1, *(1,) * (u.ndim - 1))
+    wu = u * w.reshape(-1, *(1,) * (u.ndim - 1)).to(u.dtype)
     expected = [
         p.new_zeros(p.numel()) if g is None else g.reshape(-1)
         for g, p in zip(along(z, S, wu, params), params, strict=True)
     ]
     whole = torch.cat(expected)
+    if not bool(whole.isfinite().all()):
+        return True  # says nothing of the closure
     error = (w @ block - whole).abs().max()
     return bool(error <= torch.finfo(block.dtype).eps ** 0.5 * whole.abs().max())

@@ -57,6 +57,8 @@ def read_memory(state: State, first: Tensor, parameters: ParameterVector, seed: 
 def write_memory(state: State, first: Tensor, parameters: ParameterVector, memory: Memory, comm: Comm) -> None:
     """Replace the memory in a state; its vectors are kept as they are, in views, or as this rank's parts."""
     vectors, numbers = memory_parts(memory)
+    for key in _CARRIED:  # a memory without a carry has none, whatever was there before
+        state.get(first, {}).pop(key, None)
     if comm.as_parameters:
         whole = {k: None if x is None else comm.all_gather(x, parameters.numel) for k, x in vectors.items()}
         write_vectors(state, parameters, whole)
@@ -76,7 +78,13 @@ def memory_parts(memory: Memory) -> tuple[dict[str, Tensor | None], dict[str, in
 
 
 def memory_of(vectors: Mapping[str, Tensor | None], numbers: Mapping[str, int | float]) -> Memory:
-    """The memory of such parts."""
+    """The memory of such parts.
+
+    Raises:
+        ValueError: numbers are missing, or there are others.
+    """
+    if set(numbers) not in ({*_NUMBERS}, {*_NUMBERS, *_CARRIED}):
+        raise ValueError(f"The numbers of its state are {sorted(numbers)}, not those of a KSD.")
     return Memory(
         iteration=int(numbers["iteration"]),
         seed=int(numbers["seed"]),

@@ -6,13 +6,15 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TypeVar
 
 from torch import Tensor
 
 from krylov_descent.data import Microbatch
-from krylov_descent.distributed import Comm
 from krylov_descent.objective import BatchLosses, Objective, PassAgain, Statistics
+from krylov_descent.precondition import Precondition, Preconditioner
+from krylov_descent.progress import Counted
 
 S = TypeVar("S", bound=Statistics)
 
@@ -30,22 +32,35 @@ def pass_with_statistics(
         return losses, g, statistics
 
 
+@dataclass(eq=False)
+class OnA:
+    """What the pass over A gave; its vectors are let go as soon as the basis is built."""
+
+    losses: BatchLosses
+    g: Tensor | None
+    precondition: Precondition | None
+
+
+def pass_over_A(
+    objective: Objective, batches: Iterable[Microbatch], preconditioner: Preconditioner | None, key: tuple[int, ...]
+) -> OnA:
+    """f, ∇f and D⁻¹ on A; ``key`` seeds what is random in D."""
+    counted = Counted(batches, objective.tell)
+    if preconditioner is None:
+        return OnA(*objective.value_and_gradient(counted), None)
+    start = preconditioner.start
+    losses, g, statistics = pass_with_statistics(objective, counted, lambda: start(objective, *key))
+    return OnA(losses, g, statistics.solver(objective.comm))
+
+
 @contextmanager
 def restoring(objective: Objective, theta: Callable[[], Tensor]) -> Iterator[None]:
-    """θ as it is now, given by this rank's part [P_local], is put back if anything inside fails."""
+    """θ [P] as it is now is put back if anything inside fails."""
     try:
         yield
-    except BaseException as error:
-        if together_still(objective.comm, error):
-            objective.move_to(theta())
+    except BaseException:
+        objective.parameters.write(theta())
         raise
-
-
-def together_still(comm: Comm, error: BaseException) -> bool:
-    """Whether all ranks have met this error, so that they can put θ back together."""
-    if comm.ranks == 1:
-        return True
-    return isinstance(error, Exception) and getattr(error, "connected", True)
 
 
 def require_finite(loss: float, grad_norm: float) -> None:

@@ -5,6 +5,7 @@ Nothing is asserted here, where one rank that stops would leave the others waiti
 
 from __future__ import annotations
 
+import copy
 import math
 import os
 import signal
@@ -15,13 +16,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
+from reliability.phases import STEP, Phases
+from reliability.training import data_of
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from krylov_descent import KSD, StepReport, Subsets
 from krylov_descent.distributed import RankError
-from tests.distributed.phases import STEP, Phases
-from tests.distributed.runs import data_of, model_of
+from tests.distributed.runs import model_of
 
 
 class Slow(Dataset[tuple[Tensor, Tensor]]):
@@ -192,16 +194,16 @@ def different(group: Any, what: str, settings: dict[str, Any]) -> tuple[str, str
     return outcome(run.step)
 
 
-def ending(group: Any, phase: str, bad: int, kill: bool, seen: str) -> tuple[float, str, str]:
-    """In the second step, one rank is killed or hangs for good.
+def ending(group: Any, phase: str, bad: int, kill: bool, seen: str) -> tuple[float, str, str, bool]:
+    """In the second step, one rank is killed or hangs for good; in the search, where parameters are at a trial point.
 
     Returns:
-        Seconds from then on until this rank knew, and what it said.
+        Seconds from then on until this rank knew, what it said, and whether parameters and state were as before.
     """
     taken: list[StepReport] = []
 
     def end(now: str, n: int) -> None:
-        if len(taken) == 1 and now == phase and rank_of(group) == bad:
+        if len(taken) == 1 and now == phase and n == 2 * (phase == "search") and rank_of(group) == bad:
             Path(seen).write_text(repr(time.monotonic()))
             if kill:
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -210,5 +212,9 @@ def ending(group: Any, phase: str, bad: int, kill: bool, seen: str) -> tuple[flo
 
     run = Run(group, end)
     taken.append(run.step())
+    theta, state = run.theta(), copy.deepcopy(run.optimizer.state_dict()["state"][0])
     kind, text = outcome(run.step)
-    return time.monotonic() - float(Path(seen).read_text()), kind, text
+    seconds = time.monotonic() - float(Path(seen).read_text())
+    left = run.optimizer.state_dict()["state"][0]
+    same = state.keys() == left.keys() and all(torch.equal(*map(torch.as_tensor, (state[k], left[k]))) for k in state)
+    return seconds, kind, text, same and torch.equal(theta, run.theta())

@@ -24,9 +24,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.distributed.kill_worker import Death, Plan, told, train
-from tests.distributed.phases import STEP
-from tests.distributed.processes import running
+from reliability.phases import STEP
+from reliability.processes import running
+from reliability.training import Death, Plan, told, train
 
 ROOT = Path(__file__).parents[2]
 R = 4
@@ -49,7 +49,7 @@ def torchrun(plan: Plan, ranks: int, restarts: int) -> tuple[int, str]:
     """Train under torchrun, and kill from outside what the plan says; its exit code and its errors."""
     Path(plan.directory).mkdir(parents=True)
     command = ["--standalone", f"--nproc-per-node={ranks}", f"--max-restarts={restarts}"]
-    worker = ["-m", "tests.distributed.kill_worker", str(plan.write())]
+    worker = ["-m", "reliability.training", str(plan.write())]
     with open(Path(plan.directory) / "stderr", "w+") as errors:
         process = subprocess.Popen(
             [sys.executable, "-m", "torch.distributed.run", *command, *worker],

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import warnings
 from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
+from reliability.training import WIDTHS, data_of, dense
 from torch import Tensor, nn
 
 from krylov_descent import KSD, StepReport, Subsets
@@ -17,13 +17,7 @@ from krylov_descent.distributed import Ranks
 
 def model_of(kind: str, dtype: torch.dtype) -> nn.Module:
     torch.manual_seed(0)
-    if kind == "lstm":
-        return Recurrent().to(dtype)
-    widths = {"mlp": (7, 11, 5, 3), "tiny": (1, 1)}[kind]
-    layers: list[nn.Module] = []
-    for a, b in itertools.pairwise(widths):
-        layers += [nn.Linear(a, b), nn.Tanh()]
-    return nn.Sequential(*layers[:-1]).to(dtype)
+    return Recurrent().to(dtype) if kind == "lstm" else dense({"mlp": WIDTHS, "tiny": (1, 1)}[kind], dtype)
 
 
 class Recurrent(nn.Module):
@@ -36,12 +30,6 @@ class Recurrent(nn.Module):
         h, _ = self.rnn(x[:, None, :].expand(-1, 3, -1))
         out: Tensor = self.head(h[:, -1])
         return out
-
-
-def data_of(n: int, inputs: int, outputs: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randn(n, inputs, dtype=dtype, generator=generator)
-    return x, torch.tanh(x @ torch.randn(inputs, outputs, dtype=dtype, generator=generator))
 
 
 def train(

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from reliability.phases import STEP
+from reliability.processes import running
 
 from krylov_descent import Search
 from tests.distributed import fault_runs
-from tests.distributed.phases import STEP
 from tests.distributed.pool import Pool
-from tests.distributed.processes import running
 
 R = 4
 #: Seconds for which a rank is late, in each phase of a step; below the timeout of the pool, a minute.
@@ -129,8 +129,9 @@ def test_a_rank_that_is_gone_ends_the_others(tmp_path: Path, kill: bool) -> None
             ended = run.ends(others)
             for rank in others:
                 assert ended[rank].code == 0
-                seconds, kind, text = ended[rank].result
+                seconds, kind, text, as_before = ended[rank].result
                 assert kind == "RankError, lost"
+                assert as_before, (phase, rank)  # without a word from those who are gone
                 assert text.startswith(f"During the {phase}: Rank {rank} of {R} lost the others")
                 assert seconds < TIMEOUT / 2 if kill else TIMEOUT / 2 < seconds < 2 * TIMEOUT
             assert ended[bad[phase]].code == (-signal.SIGKILL if kill else None)

@@ -7,11 +7,11 @@ import time
 from pathlib import Path
 
 import torch
+from reliability.training import Death, Plan
 
 from krylov_descent import KSD
 from krylov_descent.distributed import checkpoint
 from tests.distributed import kill_loop
-from tests.distributed.kill_worker import Death, Plan
 from tests.distributed.runs import model_of
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from krylov_descent.distributed import checkpoint
-from krylov_descent.distributed.manifest import MANIFEST
+from krylov_descent.distributed.manifest import MANIFEST, crc32_of
 from tests.distributed.checkpoint_worker import pretend, require, saved
 
 
@@ -21,6 +21,12 @@ class Bomb:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Path.touch, (self.path,)
+
+
+def craft(path: Path, document: dict[str, Any]) -> None:
+    """Write a manifest with the checksum that it should have."""
+    document.pop("crc32", None)
+    path.write_text(json.dumps({**document, "crc32": crc32_of(document)}))
 
 
 def test_pickles_are_not_run(tmp_path: Path) -> None:
@@ -41,7 +47,7 @@ def test_pickles_are_not_run(tmp_path: Path) -> None:
     document["files"]["evil"] = len(data)
     block = document["tensors"]["model/0.weight"]["blocks"][0]
     block.update(file="evil", start=0, length=len(data), crc32=zlib.crc32(data))
-    (step / MANIFEST).write_text(json.dumps(document))
+    craft(step / MANIFEST, document)
     with pytest.raises(ValueError, match=r"does not hold a tensor at 0, where model/0\.weight should be"):
         checkpoint.load(tmp_path, model, optimizer)
     assert not fired.exists()
@@ -62,7 +68,7 @@ BLOCK = (*WEIGHT, "blocks", 0)
     ("keys", "value", "message"),
     [
         (["format"], "other", "format is 'other'"),
-        (["version"], 2, "version is 2; this krylov_descent reads version 1"),
+        (["version"], 3, r"version is 3; this krylov_descent reads versions \(1, 2\)"),
         (["files"], {"../../etc/passwd": 3}, "plain name of a file"),
         (["files"], {"/etc/passwd": 3}, "plain name of a file"),
         (["files"], {"gone": 3}, "gone is missing"),
@@ -93,7 +99,7 @@ def test_a_crafted_manifest_is_refused(tmp_path: Path, keys: list[Any], value: A
     path = tmp_path / "step-00000003" / MANIFEST
     document = json.loads(path.read_text())
     at(document, *keys, value=value)
-    path.write_text(json.dumps(document))
+    craft(path, document)
     pretend(model, optimizer, 4)
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         checkpoint.load(tmp_path, model, optimizer)

@@ -79,7 +79,8 @@ class LeastSquares:
     def rows(self, count: int, key: Sequence[int] = (0,)) -> tuple[Tensor, Tensor]:
         """J and ρ of about so many residuals, rescaled to stand for all; ``key`` seeds which are drawn."""
         sketcher = self._sketchers.setdefault(count, Sketcher(count))
-        return sketcher.draw(self._objective, [Microbatch(None, None)], key)
+        sketch = sketcher.draw(self._objective, [Microbatch(None, None)], key)
+        return sketch.J, sketch.rho
 
 
 def in_turn(*phases: Iterator[float]) -> Iterator[float]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from experiments.pinn.rivals.least_squares import LeastSquares, Trainable
 from krylov_descent import KSD, Rational
-from krylov_descent.run import NOTHING_FOUND
+from krylov_descent.run import NOTHING_FOUND, in_vain
 
 
 def ksd_rational(problem: Trainable, *, seed: int, **settings: Any) -> Iterator[float]:
@@ -31,5 +31,5 @@ def _steps(problem: Trainable, optimizer: KSD) -> Iterator[float]:
                 raise
             yield math.nan
             return
-        nothing = 0 if report.search_loss_after < report.search_loss_before else nothing + 1
+        nothing = in_vain(report, nothing)
         yield report.search_loss_after

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -13,6 +11,7 @@ from krylov_descent.checking.finding import Finding, counted, listed
 from krylov_descent.checking.naming import Names
 from krylov_descent.checking.problem import Problem
 from krylov_descent.distributed.sharded import is_sharded
+from krylov_descent.precision import REMEDY, reduced
 
 _SMALL = 200_000  # parameters up to which float64 costs little beside what it brings
 
@@ -85,27 +84,10 @@ def precision(problem: Problem) -> Iterator[Finding]:
         )
     else:
         yield Finding("precision", "ok", name)
-    if dtype == torch.float32 and (where := _reduced(problem.parameters.device)):
+    if dtype == torch.float32 and (where := " and ".join(reduced(problem.parameters.device))):
         yield Finding(
             "tf32",
             "warn",
             f"{where} may round float32 to TF32 or bfloat16 inside (10 or 8 bits instead of 23).",
-            "torch.set_float32_matmul_precision('highest'); torch.backends.cudnn.allow_tf32 = False.",
+            REMEDY,
         )
-
-
-def _reduced(device: torch.device) -> str:
-    """What computes float32 with fewer bits than it has; empty if nothing does."""
-    found = []
-    backend: Any = torch.backends.cuda if device.type == "cuda" else torch.backends.mkldnn
-    matmul: Any = getattr(backend, "matmul", None)
-    if hasattr(matmul, "fp32_precision"):  # where torch has it, reading the older settings may raise
-        coarse = matmul.fp32_precision in ("tf32", "bf16")
-    else:
-        coarse = torch.get_float32_matmul_precision() != "highest"
-    if coarse:
-        found.append("Matrix products")
-    with contextlib.suppress(RuntimeError):  # likewise
-        if device.type == "cuda" and torch.backends.cudnn.allow_tf32:
-            found.append("Convolutions and recurrent layers")
-    return " and ".join(found)

@@ -26,7 +26,7 @@ def consistency(problem: Problem) -> Iterator[Finding]:
     halves = None if problem.draw.probe is None else problem.draw.probe[1:]
     with watching() as seen:
         first = natural.evaluate(batch)
-        again, _ = natural.loss_and_weight(batch)
+        again = natural.forward(batch).loss
         found = {x.what: x for x in inconsistencies(natural, first, again.item(), seen, halves, problem.names.module)}
     problem.deterministic = "random" not in found
     if wrapper := found.get("wrapper"):

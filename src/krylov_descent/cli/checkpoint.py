@@ -1,4 +1,7 @@
-"""The checkpoint of a run on the command line: model and optimizer, written so that it is whole or not there."""
+"""The checkpoint of a run on the command line: model and optimizer, written so that it is whole or not there.
+
+It has a checksum, as ``torch.load`` does not notice a bit that was flipped. Files of version 0 had neither.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,9 @@ from torch import nn
 
 from krylov_descent.cli.target import UsageError
 from krylov_descent.optimizer import KSD
+from krylov_descent.sealing import checksum
+
+VERSION = 1
 
 _SHARE = 0.05  # of a run's time that may go into checkpoints
 
@@ -21,7 +27,10 @@ def save_whole(what: Any, path: Path) -> None:
     """torch.save, to a file that has its name only once it is complete."""
     part = path.with_name(f"{path.name}.part")
     try:
-        torch.save(what, part)
+        with open(part, "wb") as file:
+            torch.save(what, file)
+            file.flush()
+            os.fsync(file.fileno())  # otherwise a crash of the machine may leave the name with nothing behind it
         os.replace(part, path)
     finally:
         part.unlink(missing_ok=True)
@@ -39,12 +48,12 @@ class Checkpoints:
         """Go on from the checkpoint, if there is one; returns the steps that it has behind it.
 
         Raises:
-            UsageError: it is of another model, or none.
+            UsageError: it is of another model, of a newer version, or damaged.
         """
         if not self._path.exists():
             return 0
+        kept = self._read()
         try:
-            kept = torch.load(self._path, weights_only=True)
             self._model.load_state_dict(kept["model"])
             self._optimizer.load_state_dict(kept["optimizer"])
             torch.set_rng_state(kept["generator"])
@@ -57,6 +66,29 @@ class Checkpoints:
             ) from error
         return self._steps
 
+    def _read(self) -> dict[str, Any]:
+        """What the file holds, if that is what was written."""
+        anew = "Copy it again if you can, or begin anew in another --out."
+        try:
+            kept = torch.load(self._path, weights_only=True)
+        except Exception as error:  # torch's own message may advise weights_only=False
+            raise UsageError(
+                f"{self._path} cannot be read ({type(error).__name__}): it is damaged, or no checkpoint. Nothing of it "
+                "was run.",
+                anew,
+            ) from None
+        if not isinstance(kept, dict):
+            raise UsageError(f"{self._path} holds a {type(kept).__name__}, and no checkpoint.", anew)
+        version, crc = kept.pop("version", 0), kept.pop("crc32", None)
+        if version not in range(VERSION + 1):
+            raise UsageError(
+                f"{self._path} is of version {version!r}, and this krylov-descent reads versions up to {VERSION}.",
+                "Resume with the version that wrote it, or a newer one.",
+            )
+        if version and crc != checksum(kept):
+            raise UsageError(f"{self._path} is damaged: its contents do not have their checksum {crc}.", anew)
+        return kept
+
     def step_taken(self, *, last: bool) -> None:
         """Save, if it is time."""
         self._steps += 1
@@ -68,15 +100,13 @@ class Checkpoints:
         if self._saved == self._steps:
             return
         start = time.perf_counter()
-        save_whole(
-            {
-                "model": self._model.state_dict(),
-                "optimizer": self._optimizer.state_dict(),
-                "steps": self._steps,
-                "generator": torch.get_rng_state(),
-            },
-            self._path,
-        )
+        kept = {
+            "model": self._model.state_dict(),
+            "optimizer": self._optimizer.state_dict(),
+            "steps": self._steps,
+            "generator": torch.get_rng_state(),
+        }
+        save_whole({**kept, "version": VERSION, "crc32": checksum(kept)}, self._path)
         self._saved = self._steps
         self._last = time.perf_counter()
         self._took = self._last - start

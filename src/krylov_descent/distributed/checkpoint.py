@@ -54,7 +54,7 @@ class ShardedOptimizer(Protocol):
         ...
 
     def load_sharded_state(self, vectors: dict[str, Tensor | None], numbers: dict[str, int | float]) -> None:
-        """Take what ``sharded_state`` gave."""
+        """Take what ``sharded_state`` gave; ValueError, with nothing changed, if it is not such a thing."""
         ...
 
 
@@ -99,8 +99,7 @@ def save(
         raise ValueError(f"keep={keep!r}: must be a whole number ≥ 1.")
     state = optimizer.sharded_state()
     parts, values = together(group, lambda: _contents(model, optimizer, state, extra))
-    iteration = int(values["numbers"]["iteration"])
-    iterations = set(gather(group, iteration))
+    iterations = set(gather(group, iteration := int(values["numbers"]["iteration"])))
     if len(iterations) > 1:
         raise ValueError(f"Ranks are at iterations {sorted(iterations)}: call save after the same step on every rank.")
     temporary = root / by_first(group, lambda: start(root))
@@ -159,7 +158,10 @@ def load(
         )
 
     def commit() -> None:
-        optimizer.load_sharded_state(vectors, numbers)
+        try:
+            optimizer.load_sharded_state(vectors, numbers)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error} Load another checkpoint.") from None
         model.load_state_dict({n.removeprefix("model/"): p.tensor for n, p in parts.items() if n.startswith("model/")})
         for group, saved in zip(optimizer.param_groups, manifest.values["groups"], strict=True):
             group.update(saved["settings"])
@@ -267,8 +269,9 @@ def _check_groups(path: Path, values: dict[str, Any], current: list[dict[str, An
         isinstance(g, dict) and isinstance(g.get("settings"), dict) for g in saved
     ):
         raise ValueError(f"{path}: groups is {short(saved)}, no list of parameter groups. Load another checkpoint.")
-    if not isinstance(values.get("extra"), dict):
-        raise ValueError(f"{path}: extra is {short(values.get('extra'))}, no object. Load another checkpoint.")
+    for key in ("extra", "numbers"):
+        if not isinstance(values.get(key), dict):
+            raise ValueError(f"{path}: {key} is {short(values.get(key))}, no object. Load another checkpoint.")
     if len(saved) != len(current):
         raise ValueError(
             f"{path} has {len(saved)} parameter groups, the optimizer {len(current)}. Build it as it was when saved."
@@ -286,15 +289,12 @@ def _check_groups(path: Path, values: dict[str, Any], current: list[dict[str, An
 
 
 def _numbers(path: Path, values: dict[str, Any], current: dict[str, int | float]) -> dict[str, int | float]:
-    """The numbers of a manifest, of the names and types of those that are there."""
-    saved = values.get("numbers")
-    if not isinstance(saved, dict) or saved.keys() != current.keys():
-        raise ValueError(f"{path}: numbers is {short(saved)}; this optimizer has {sorted(current)}.")
+    """The numbers of a manifest, of the types of those that are there; their names are the optimizer's to check."""
     numbers = {}
-    for key, x in saved.items():
+    for key, x in values["numbers"].items():
         if type(x) is str and x in ("inf", "-inf", "nan"):
             x = float(x)
-        if type(x) is not int and (type(x) is not float or type(current[key]) is int):
+        if type(x) is not int and (type(x) is not float or type(current.get(key)) is int):
             raise ValueError(f"{path}: {key} is {short(x)}, no number of its kind. Load another checkpoint.")
         numbers[key] = x
     return numbers

@@ -1,7 +1,7 @@
 """The directory of a run's checkpoints: a new one appears whole or not at all, and old ones go one by one.
 
     step-00000012     a checkpoint; ``step-00000012-2`` if that iteration was saved again
-    latest            a file with the name of the one to load
+    latest            a file with the name of the one to load, and its checksum unless it was written by hand
     .tmp-…            what is being written or removed; left over if the run was killed
 
 Only rank 0 calls what is here, ``seen`` excepted.
@@ -14,6 +14,7 @@ import re
 import shutil
 import uuid
 import warnings
+import zlib
 from pathlib import Path
 
 from krylov_descent.distributed.manifest import MANIFEST, short
@@ -55,7 +56,7 @@ def publish(root: Path, temporary: Path, iteration: int, keep: int) -> str:
     _sync(root)
     pointer = root / f"{_TEMPORARY}{_LATEST}"
     with open(pointer, "w", encoding="utf-8") as file:
-        file.write(f"{name}\n")
+        file.write(pointer_to(name))
         file.flush()
         os.fsync(file.fileno())
     os.replace(pointer, root / _LATEST)
@@ -92,10 +93,11 @@ def choose(root: Path) -> str | None:
         latest = (root / _LATEST).read_text(encoding="utf-8", errors="replace").strip()
     except FileNotFoundError:
         return newest  # killed between the first checkpoint and its pointer
-    if not _NAME.fullmatch(latest):
+    text, latest = latest, latest.partition(" ")[0]
+    if not _NAME.fullmatch(latest) or text not in (latest, pointer_to(latest).strip()):
         raise ValueError(
-            f"{root / _LATEST} says {short(latest)}, which is no name of a checkpoint, such as step-00000012. Write "
-            "the name of the one to load into it, or remove it to load the newest."
+            f"{root / _LATEST} says {short(text)}, which is no name of a checkpoint, such as step-00000012, with its "
+            "checksum or without. Write the name of the one to load into it, or remove it to load the newest."
         )
     if latest in complete:
         return latest
@@ -117,6 +119,11 @@ def _checkpoints(root: Path) -> list[tuple[int, int, Path]]:
         return []
     found = [(match, path) for path in root.iterdir() if (match := _NAME.fullmatch(path.name)) and path.is_dir()]
     return sorted((int(match[1]), int(match[2] or 1), path) for match, path in found)
+
+
+def pointer_to(name: str) -> str:
+    """What ``latest`` says; without the checksum, a flipped bit would name another checkpoint."""
+    return f"{name} crc32={zlib.crc32(name.encode()):08x}\n"
 
 
 def _remove(path: Path) -> None:

@@ -10,6 +10,7 @@ import json
 import math
 import os
 import re
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,7 +27,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 MANIFEST = "manifest.json"
-FORMAT, VERSION = "krylov-descent checkpoint", 1
+#: Version 1 had no checksum of its own.
+FORMAT, VERSION, READS = "krylov-descent checkpoint", 2, (1, 2)
 
 #: The dtypes a checkpoint may hold, by name.
 DTYPES: dict[str, torch.dtype] = {
@@ -83,7 +85,7 @@ def write_manifest(
     files = {name: (directory / name).stat().st_size for name in sorted({s.file for s in slices.values()})}
     document = {"format": FORMAT, "version": VERSION, "values": values, "files": files, "tensors": tensors}
     with open(directory / MANIFEST, "w", encoding="utf-8") as file:
-        file.write(json.dumps(document, allow_nan=False))
+        file.write(json.dumps({**document, "crc32": crc32_of(document)}, allow_nan=False))
         file.flush()
         os.fsync(file.fileno())
 
@@ -122,10 +124,16 @@ class _Check:
     def manifest(self, document: Any) -> Manifest:
         self._need(isinstance(document, dict), "all of it", document, "an object")
         self._need(document.get("format") == FORMAT, "format", document.get("format"), repr(FORMAT))
-        if document.get("version") != VERSION:
+        version, crc = document.get("version"), document.pop("crc32", None)
+        if type(version) is not int or version not in READS:
             raise ValueError(
-                f"{self._path}: version is {short(document.get('version'))}; this krylov_descent reads version "
-                f"{VERSION}. Load it with the krylov_descent that wrote it."
+                f"{self._path}: version is {short(version)}; this krylov_descent reads versions {READS}. Load it with "
+                "the krylov_descent that wrote it."
+            )
+        if version > 1 and (not _natural(crc) or crc != crc32_of(document)):
+            raise ValueError(
+                f"{self._path} is damaged: what it says does not have the checksum {short(crc)}. Load another "
+                "checkpoint."
             )
         parts = []
         for key in ("values", "files", "tensors"):
@@ -222,6 +230,14 @@ def short(value: Any) -> str:
     """
     text = repr(value)
     return text if len(text) <= 80 else text[:79] + "…"
+
+
+def crc32_of(document: Mapping[str, Any]) -> int:
+    """Of what a document says, however it is written; -1 if it cannot be one of ours."""
+    try:
+        return zlib.crc32(json.dumps(document, sort_keys=True, allow_nan=False).encode())
+    except (ValueError, RecursionError):  # 1e999 is read as infinity
+        return -1
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from krylov_descent.optimizer import KSD
 from krylov_descent.report import StepReport
-from krylov_descent.run import NOTHING_FOUND, EndReason
+from krylov_descent.run import NOTHING_FOUND, EndReason, in_vain
 
 os.environ.setdefault("DDE_BACKEND", "pytorch")  # DeepXDE chooses at its import, and would prefer another
 
@@ -146,7 +146,7 @@ def _train_step(
 
         report = optimizer.step(closure)
         on_report(report)
-        nothing = 0 if report.search_loss_after < report.search_loss_before else nothing + 1
+        nothing = in_vain(report, nothing)
         if nothing >= NOTHING_FOUND:
             nothing = 0
             model.stop_training = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import pickle
+import shutil
 import tempfile
 import time
 import warnings
@@ -14,7 +15,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-_MODULES = ["tests.distributed.fault_runs", "tests.distributed.kill_worker", "krylov_descent.distributed.checkpoint"]
+# The first optimizer of a process imports torch._dynamo, which takes a second.
+_MODULES = ["reliability.training", "krylov_descent.distributed.checkpoint", "torch._dynamo", "numpy"]
 
 
 @dataclass(frozen=True)
@@ -28,18 +30,24 @@ class Ended:
 def _serve(directory: Path, rank: int, ranks: int, seconds: float, function: Callable[..., Any], args: Any) -> None:
     warnings.simplefilter("error")
     import torch
-    import torch.distributed as dist
 
     torch.set_num_threads(1)
-    # Joining may take long where others compute; what is tested is the timeout of the group.
-    dist.init_process_group(
-        "gloo", init_method=f"file://{directory / 'store'}", rank=rank, world_size=ranks, timeout=timedelta(seconds=60)
-    )
-    group = dist.new_group(timeout=timedelta(seconds=seconds))
+    group = None if ranks == 1 else _joined(directory, rank, ranks, seconds)
     result = function(group, *args)
     temporary = directory / f".{rank}"
     temporary.write_bytes(pickle.dumps(result))
     temporary.rename(directory / str(rank))
+
+
+def _joined(directory: Path, rank: int, ranks: int, seconds: float) -> Any:
+    """The group of all of them."""
+    import torch.distributed as dist
+
+    # Joining may take long where others compute; what is tested is the timeout of the group.
+    dist.init_process_group(
+        "gloo", init_method=f"file://{directory / 'store'}", rank=rank, world_size=ranks, timeout=timedelta(seconds=60)
+    )
+    return dist.new_group(timeout=timedelta(seconds=seconds))
 
 
 class Running:
@@ -48,13 +56,22 @@ class Running:
     def __init__(self, ranks: int, seconds: float, function: Callable[..., Any], args: Sequence[Any]) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(_MODULES)
-        self._directory = Path(tempfile.mkdtemp())
+        self._directory = Path(tempfile.mkdtemp(prefix="ranks-"))
         self._processes = [
             context.Process(target=_serve, args=(self._directory, rank, ranks, seconds, function, tuple(args)))
             for rank in range(ranks)
         ]
         for process in self._processes:
             process.start()
+
+    @property
+    def pids(self) -> list[int]:
+        """Of the ranks."""
+        return [process.pid or 0 for process in self._processes]
+
+    def alive(self) -> bool:
+        """Whether any rank is still at work."""
+        return any(process.exitcode is None for process in self._processes)
 
     def ends(self, wait_for: Sequence[int] | None = None, timeout: float = 100) -> list[Ended]:
         """How they end; those that are not waited for are stopped after the others."""
@@ -73,11 +90,12 @@ class Running:
         for process in self._processes:
             process.kill()
             process.join()
+        shutil.rmtree(self._directory, ignore_errors=True)
 
 
 @contextmanager
 def running(ranks: int, seconds: float, function: Callable[..., Any], *args: Any) -> Iterator[Running]:
-    """function(group, *args) on new processes, in a group whose timeout is ``seconds``."""
+    """function(group, *args) on new processes, in a group whose timeout is ``seconds``; a single one has no group."""
     run = Running(ranks, seconds, function, args)
     try:
         yield run

@@ -1,0 +1,1 @@
+"""What is done to break KSD: random problems, corrupted checkpoints, kills, long runs; ``python -m reliability``."""

@@ -1,0 +1,264 @@
+"""A small training that saves after every step, is disturbed as planned, and goes on from its last checkpoint.
+
+One rank of it is a call of ``train``; under torchrun, ``python -m reliability.training PLAN.json``. ``kills.py`` starts
+them and holds the checks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import mmap
+import os
+import resource
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+
+from krylov_descent import KSD, Subsets
+from krylov_descent.cli.checkpoint import Checkpoints
+from krylov_descent.distributed import Ranks, checkpoint
+from krylov_descent.distributed.launch import init_process_group
+from reliability.phases import Phases
+
+WIDTHS = (7, 11, 5, 3)
+_MARKER = 64  # bytes
+
+
+@dataclass(frozen=True)
+class Death:
+    """What happens to a rank: at the first chance from ``iteration`` on, before the nth thing it does in a phase.
+
+    Attributes:
+        how: "kill"; "hang"; "stop", until it is continued from outside; "full", when the disk takes ``event`` bytes of
+            a file and no more, in the save after that iteration; or "outside", when another process kills it ``delay``
+            seconds after that iteration began.
+    """
+
+    how: str
+    rank: int
+    iteration: int
+    phase: str = ""
+    event: int = 0
+    delay: float = 0.0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A training: where it writes to, until which step it goes, and the death in each attempt.
+
+    Attributes:
+        basis: of KSD.
+        form: of the checkpoints: a directory for any number of ranks, or the file of ``krylov-descent train``.
+    """
+
+    directory: str
+    steps: int
+    reproducible: int = 0
+    timeout: float = 60.0
+    deaths: list[Death] = field(default_factory=list)
+    basis: Literal["krylov", "rational"] = "krylov"
+    form: Literal["directory", "file"] = "directory"
+
+    def write(self) -> Path:
+        """For ranks under torchrun."""
+        path = Path(self.directory) / "plan.json"
+        path.write_text(json.dumps(asdict(self)))
+        return path
+
+    @classmethod
+    def read(cls, path: Path) -> Plan:
+        """What ``write`` wrote."""
+        values = json.loads(path.read_text())
+        return cls(**{**values, "deaths": [Death(**death) for death in values["deaths"]]})
+
+
+class Marker:
+    """Says to others where a rank is; what was said stays when it is killed."""
+
+    def __init__(self, path: Path) -> None:
+        path.write_bytes(b" " * _MARKER)
+        with open(path, "r+b") as file:
+            self._map = mmap.mmap(file.fileno(), _MARKER)
+
+    def say(self, *words: object) -> None:
+        """Replace what was said."""
+        self._map[:] = " ".join(map(str, words)).ljust(_MARKER).encode()
+
+
+def told(directory: str, rank: int) -> list[str]:
+    """What a rank's marker says: attempt, process, iteration, phase, event; nothing at first."""
+    try:
+        return (Path(directory) / f"marker-{rank}").read_text().split()
+    except FileNotFoundError:
+        return []
+
+
+def log(directory: str, name: str, **entry: Any) -> None:
+    """Add a line to a log, at once."""
+    with open(Path(directory) / name, "a") as file:
+        file.write(json.dumps(entry) + "\n")
+
+
+def dense(widths: Sequence[int], dtype: torch.dtype) -> nn.Sequential:
+    """A tanh network."""
+    layers: list[nn.Module] = []
+    for a, b in itertools.pairwise(widths):
+        layers += [nn.Linear(a, b), nn.Tanh()]
+    return nn.Sequential(*layers[:-1]).to(dtype)
+
+
+def data_of(n: int, inputs: int, outputs: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Inputs and targets of a regression."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(n, inputs, dtype=dtype, generator=generator)
+    return x, torch.tanh(x @ torch.randn(inputs, outputs, dtype=dtype, generator=generator))
+
+
+def built(plan: Plan, group: Any = None) -> tuple[nn.Module, KSD]:
+    """Model and optimizer as they are at the start of every attempt."""
+    torch.manual_seed(0)
+    model = dense(WIDTHS, torch.float64)
+    ranks = Ranks(group, reproducible=plan.reproducible)
+    return model, KSD(model.parameters(), krylov_dim=5, basis=plan.basis, process_group=ranks)
+
+
+class Kept:
+    """The checkpoints of a training, in the form that its plan says."""
+
+    def __init__(self, plan: Plan, model: nn.Module, optimizer: KSD) -> None:
+        self._directory, self._model, self._optimizer = Path(plan.directory) / "checkpoints", model, optimizer
+        self._file: Checkpoints | None = None
+        if plan.form == "file":
+            self._directory.mkdir(parents=True, exist_ok=True)
+            self._file = Checkpoints(self._directory / "checkpoint.pt", model, optimizer)
+
+    def load(self) -> int:
+        """Go on from the newest; the steps behind it."""
+        if self._file is not None:
+            return self._file.load()
+        extra = checkpoint.load(self._directory, self._model, self._optimizer)
+        return 0 if extra is None else int(extra["steps"])
+
+    def save(self, steps: int) -> None:
+        """Save, with the steps behind it."""
+        if self._file is not None:
+            self._file.step_taken(last=True)
+        else:
+            checkpoint.save(self._directory, self._model, self._optimizer, extra={"steps": steps})
+
+
+def train(group: Any, plan: Plan, attempt: int = 0) -> dict[str, Any]:
+    """Go on until the last step; → digests of θ and the optimizer's state, losses, and events by phase."""
+    rank = 0 if group is None else dist.get_rank(group)
+    death = plan.deaths[attempt] if attempt < len(plan.deaths) else None
+    marker = Marker(Path(plan.directory) / f"marker-{rank}")
+    iteration = 0
+
+    def on_event(phase: str, n: int) -> None:
+        marker.say(attempt, os.getpid(), iteration, phase, n)
+        if death is None or death.how in ("outside", "full") or rank != death.rank:
+            return
+        if iteration >= death.iteration and (phase, n) == (death.phase, death.event):
+            if death.how == "stop" and iteration > death.iteration:
+                return  # it was stopped already
+            log(plan.directory, "deaths", rank=rank, iteration=iteration, phase=phase, event=n, time=time.monotonic())
+            if death.how != "hang":
+                os.kill(os.getpid(), signal.SIGKILL if death.how == "kill" else signal.SIGSTOP)
+                return
+            while True:
+                time.sleep(1)
+
+    model, optimizer = built(plan, group)
+    # So small that steps are undone: a state has then all that it can have.
+    sets = Subsets(data_of(103, 7, 3, torch.float64), batch_size=16, fraction=0.04, seed=3)
+    phases = Phases(on_event, everything=True)
+
+    def closure(batch: Any) -> tuple[Tensor, Tensor]:
+        phases.event()
+        z = model(batch[0])
+        return F.mse_loss(z, batch[1]), z
+
+    kept = Kept(plan, model, optimizer)
+    iteration = kept.load()
+    if rank == 0:
+        log(plan.directory, "starts", attempt=attempt, iteration=iteration, time=time.monotonic())
+    losses: dict[int, float] = {}
+    digests: dict[int, str] = {iteration: digest(model, optimizer, group)}
+    undone = 0
+    events: dict[str, int] = {}
+    with phases.following():
+        while iteration < plan.steps:
+            report = optimizer.step(closure, sets)
+            undone += not report.accepted
+            losses[iteration] = report.loss
+            if rank == 0:
+                log(plan.directory, "losses", iteration=iteration, loss=report.loss)
+            if death is not None and death.how == "full" and (rank, iteration) == (death.rank, death.iteration):
+                log(plan.directory, "deaths", rank=rank, iteration=iteration, phase="save", event=death.event)
+                _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+                resource.setrlimit(resource.RLIMIT_FSIZE, (death.event, most))
+            with phases.saving():
+                kept.save(iteration + 1)
+            for phase, n in phases.counts.items():
+                events[phase] = min(n, events.get(phase, n))
+            iteration += 1
+            digests[iteration] = digest(model, optimizer, group)
+    theta = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+    return {
+        "theta": theta.tolist(),
+        "sha256 of θ": hashlib.sha256(theta.numpy().tobytes()).hexdigest(),
+        "sha256 of the state": digest(model, optimizer, group),
+        "digests": digests,
+        "losses": losses,
+        "undone": undone,
+        "events": events,
+    }
+
+
+def digest(model: nn.Module, optimizer: KSD, group: Any = None) -> str:
+    """sha256 of the model and of all that the optimizer remembers, put together from all ranks."""
+    vectors, numbers = optimizer.sharded_state()
+    total = hashlib.sha256(repr(sorted(numbers.items())).encode())
+    for name, part in sorted(vectors.items()):
+        total.update(name.encode())
+        if part is not None:
+            parts = [part]
+            if group is not None:
+                parts = [torch.empty_like(part) for _ in range(dist.get_world_size(group))]
+                dist.all_gather(parts, part.contiguous(), group=group)
+            total.update(_bytes(torch.cat(parts)[: optimizer.numel]))
+    for name, tensor in model.state_dict().items():
+        total.update(name.encode() + _bytes(tensor))
+    settings = [{key: value for key, value in g.items() if key != "params"} for g in optimizer.param_groups]
+    total.update(repr(settings).encode())
+    return total.hexdigest()
+
+
+def _bytes(x: Tensor) -> bytes:
+    return bytes(x.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+
+
+def main() -> None:
+    """A rank that torchrun started."""
+    torch.set_num_threads(1)
+    plan = Plan.read(Path(sys.argv[1]))
+    group = init_process_group(timeout=timedelta(seconds=plan.timeout))
+    result = train(group, plan, int(os.environ["TORCHELASTIC_RESTART_COUNT"]))
+    (Path(plan.directory) / f"end-{dist.get_rank()}.json").write_text(json.dumps(result))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

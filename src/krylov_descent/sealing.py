@@ -1,0 +1,118 @@
+"""A ``state_dict`` that shows when it was damaged or is another's: version, owner and checksum go with it.
+
+``torch.load`` does not check what it reads: a flipped bit in a file loads as another number. Without the entry that is
+added here a state is taken as it is, as those of older versions are.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from krylov_descent.distributed.sharded import is_sharded
+
+KEY = "krylov_descent"
+#: 1: the first with an entry of its own. States without one are of version 0, with the same contents.
+VERSION = 1
+
+
+def checksum(value: Any, crc: int = 0) -> int:
+    """CRC-32 of nested mappings, sequences, tensors and plain values; of other objects, their type counts alone.
+
+    Example:
+        >>> import torch
+        >>> checksum({"a": torch.zeros(3)}) == checksum({"a": torch.zeros(3)}) != checksum({"a": torch.ones(3)})
+        True
+    """
+    if isinstance(value, Tensor):
+        part = value.to_local() if is_sharded(value) else value
+        x = part.detach().cpu().contiguous()
+        crc = zlib.crc32(f"{x.dtype}{[*x.shape]}".encode(), crc)
+        # Without numpy, which torch does not need, this is the way to the bytes.
+        return zlib.crc32((ctypes.c_ubyte * x.nbytes).from_address(x.data_ptr()), crc) if x.nbytes else crc
+    if isinstance(value, Mapping):
+        for key in sorted(value, key=repr):
+            crc = checksum(value[key], checksum(key, crc))
+        return zlib.crc32(b"}", crc)
+    if isinstance(value, (list, tuple)):
+        for item in value:
+            crc = checksum(item, crc)
+        return zlib.crc32(b"]", crc)
+    plain = value is None or isinstance(value, (str, int, float, bool))
+    return zlib.crc32((repr(value) if plain else type(value).__name__).encode(), crc)
+
+
+def sealed(state_dict: dict[str, Any], owner: str) -> dict[str, Any]:
+    """A state_dict with the entry that ``require_sound`` looks at."""
+    contents = {key: value for key, value in state_dict.items() if key != KEY}
+    return {**contents, KEY: {"version": VERSION, "optimizer": owner, "crc32": checksum(contents)}}
+
+
+def require_sound(state_dict: Any, owner: str, groups: Sequence[Mapping[str, Any]]) -> None:
+    """A state_dict must be whole, of this optimizer, and of parameters of these shapes.
+
+    Raises:
+        ValueError: it is not; says what to do.
+    """
+    if not isinstance(state_dict, Mapping) or not isinstance(state_dict.get("state"), Mapping):
+        raise ValueError(
+            f"load_state_dict was given a {type(state_dict).__name__} that is no state_dict of an optimizer. Give it "
+            "what optimizer.state_dict() returned."
+        )
+    seal = state_dict.get(KEY)
+    if seal is not None:
+        _check_seal(state_dict, seal, owner)
+    state = state_dict["state"]
+    entries = [entry for entry in state.values() if isinstance(entry, Mapping)]
+    if len(entries) != len(state) or (state and not any(_natural(entry.get("iteration")) for entry in entries)):
+        raise ValueError(
+            f"The state_dict is not one of {owner}: none of its entries counts iterations. Load one that {owner} "
+            "saved, or begin anew with a new optimizer."
+        )
+    _check_shapes(state_dict, groups)
+
+
+def _check_seal(state_dict: Mapping[str, Any], seal: Any, owner: str) -> None:
+    version: Any = seal.get("version") if isinstance(seal, Mapping) else None
+    if not _natural(version) or version > VERSION:
+        raise ValueError(
+            f"The state_dict is of version {version!r}; this krylov_descent reads versions up to {VERSION}. Load it "
+            "with the krylov_descent that wrote it, or a newer one."
+        )
+    if seal.get("optimizer") != owner:
+        raise ValueError(
+            f"The state_dict is one of {seal.get('optimizer')!r}, and this optimizer is a {owner}. Load it into one of "
+            "its own kind, or begin anew."
+        )
+    found = checksum({key: value for key, value in state_dict.items() if key != KEY})
+    if found != seal.get("crc32"):
+        raise ValueError(
+            f"The state_dict is damaged: its checksum is {found}, and was {seal.get('crc32')!r} when it was saved. "
+            f"Load another checkpoint. If it was changed on purpose, remove its entry {KEY!r} first; if it was kept in "
+            "memory while the optimizer went on, keep copy.deepcopy(optimizer.state_dict()) instead."
+        )
+
+
+def _check_shapes(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> None:
+    saved = state_dict.get("param_groups")
+    groups_of: list[Any] = saved if isinstance(saved, list) else [None]
+    if not all(isinstance(g, Mapping) and isinstance(g.get("params"), list) for g in groups_of):
+        raise ValueError("The state_dict has no list of param_groups. Give what optimizer.state_dict() returned.")
+    here = [p for group in groups for p in group["params"]]
+    there = [i for group in groups_of for i in group["params"]]
+    for i, p in zip(there, here, strict=False):  # other numbers of them are torch's to refuse
+        for key, value in state_dict["state"].get(i, {}).items():
+            # A rank's part of a vector of all parameters is compared when it is used, where the ranks are known.
+            if isinstance(value, Tensor) and not key.endswith("_part") and value.shape != p.shape:
+                raise ValueError(
+                    f"The state_dict is one of another model: {key} of parameter {i} has the shape {[*value.shape]}, "
+                    f"and the parameter {[*p.shape]}. Build the model as it was when it was saved."
+                )
+
+
+def _natural(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0

@@ -1,0 +1,59 @@
+"""Trainings that are killed, run out of disk or are held up: a few of those of ``python -m reliability kills``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from reliability import kills
+from reliability.kills import Case
+from reliability.training import Kept, Plan, built, train
+
+
+@pytest.mark.parametrize(
+    ("case", "seed"),
+    [
+        (Case("kill", 1), 0),
+        (Case("kill", 1, "rational"), 1),
+        (Case("kill", 1, form="file"), 2),
+        (Case("full disk", 1), 3),
+        (Case("full disk", 1, form="file"), 4),
+        (Case("slow disk", 1), 5),
+    ],
+    ids=lambda value: value.name if isinstance(value, Case) else "",
+)
+def test_one_process(case: Case, seed: int) -> None:
+    record = kills.trial(case, seed, kills=3)
+    assert not record["lost"], record
+    assert record["times"] == (3 if case.trouble == "kill" else 1)
+
+
+@pytest.mark.parametrize(
+    "case", [Case("kill", 4), Case("full disk", 4), Case("slow rank", 4)], ids=lambda case: case.name
+)
+def test_four_ranks(case: Case) -> None:
+    record = kills.trial(case, 6, kills=2)
+    assert not record["lost"], record
+    assert record["times"] == (2 if case.trouble == "kill" else 1)
+
+
+def test_a_checkpoint_that_differs_would_be_noticed(tmp_path: Path) -> None:
+    """Otherwise the tests above would show nothing."""
+    plan = Plan(str(tmp_path), 2)
+    expected = train(None, plan)
+    training = kills._Training(plan, Case("kill", 1), expected)
+    training._compare_newest()
+    assert training.wrong == []
+    model, optimizer = built(plan)
+    kept = Kept(plan, model, optimizer)
+    assert kept.load() == 2
+    with torch.no_grad():
+        next(model.parameters()).view(-1)[0] += 1e-15
+    kept.save(2)
+    training._compare_newest()
+    assert training.wrong == ["the checkpoint after 2 steps has other bits"]
+    (tmp_path / "checkpoints" / "latest").write_text("step-00000001")
+    training._compare_newest()
+    training._compare_end(dict.fromkeys(kills.SAME, "other"))
+    assert len(training.wrong) == 3
