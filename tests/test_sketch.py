@@ -238,3 +238,22 @@ def test_a_linear_term_has_no_rows() -> None:
     roots = output_roots(z, delta, torch.arange(5), torch.Generator())
     assert not isinstance(roots, str)
     assert len(roots.u) == 0
+
+
+def test_closures_that_return_only_what_depends_on_parameters() -> None:
+    """As those of DeepXDE and PINA do: a pass without a graph has fewer outputs."""
+    model, x = mlp(1, 5, 1), torch.rand(30, 1, dtype=F64, requires_grad=True)
+    fixed = torch.rand(7, 1, dtype=F64)
+
+    def closure() -> tuple[Tensor, list[Tensor]]:
+        u = model(x)
+        (slope,) = torch.autograd.grad(u.sum(), x, create_graph=True)
+        residuals = [slope - 1, model(fixed) - fixed]
+        return torch.stack([r.square().mean() for r in residuals]).sum(), [r for r in residuals if r.requires_grad]
+
+    objective = objective_of(model, closure)
+    sketch = Sketcher(1000).draw(objective, [Microbatch(None, None)], (0,))
+    objective.move_to(objective.point() + 0.1)
+    torch.testing.assert_close(
+        sketch.change(), Sketcher(1000).draw(objective, [Microbatch(None, None)], (0,)).rho - sketch.rho
+    )

@@ -55,6 +55,7 @@ class Sketcher:
         self.together = True
         self._checks = 0
         self._seen: dict[int | None, Seen] = {}
+        self._plainly = True  # the closure returns all outputs in a pass without a graph, too
 
     def draw(self, objective: Objective, batches: Sequence[Microbatch], key: Sequence[int]) -> Sketch:
         """Rows of this closure on these micro-batches; ``key`` seeds which are drawn.
@@ -66,6 +67,7 @@ class Sketcher:
         judged = (objective.identity, *map(id, objective.parameters.params))
         if judged != self._judged:
             self._judged, self.together, self._checks, self._seen = judged, True, 0, {}
+            self._plainly = True
         count = float(added(comm, float(len(batches))))
         wanted = max(1, round(self._rows / max(1.0, count)))
         parts: list[_Part] = []
@@ -93,7 +95,7 @@ class Sketcher:
             found: list[Tensor] = []
 
             def work() -> None:
-                found.extend(part.change(objective.forward(batch)) for batch, part in zip(batches, parts, strict=True))
+                found.extend(self._change(objective, batch, part) for batch, part in zip(batches, parts, strict=True))
 
             failure = attempt(comm, work)
             added(comm, 0.0, failure)
@@ -106,6 +108,15 @@ class Sketcher:
         for part in parts:
             part.J = none[None][:0]  # the rows are large, and needed once
         return Sketch(J, gathered(rho), whole, change)
+
+    def _change(self, objective: Objective, batch: Microbatch, part: _Part) -> Tensor:
+        """Of the outputs of one micro-batch; closures that return only what depends on parameters need a graph."""
+        if self._plainly:
+            evaluation = objective.forward(batch)
+            if shapes_of(evaluation) == part.shapes:
+                return part.change(evaluation)
+            self._plainly = False
+        return part.change(objective.evaluate(batch))
 
     def _part(self, objective: Objective, batch: Microbatch, wanted: int, seed: int) -> _Part:
         """Rows of one micro-batch."""
