@@ -215,7 +215,7 @@ class _Trial:
         finally:
             torch.set_rng_state(generator)
         W = math.fsum(w for _, w in found)
-        mean = math.fsum(w * f for f, w in found if w > 0) / W if W > 0 else math.nan
+        mean = sum(w * f for f, w in found if w > 0) / W if W > 0 else math.nan  # fsum raises for inf − inf
         return mean + sum(
             0.5 * self.problem.weight_decay * float(p.detach().to(wide(p)).square().sum(dtype=torch.float64))
             for p in self.model.parameters()

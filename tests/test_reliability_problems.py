@@ -258,3 +258,9 @@ def test_a_step_that_was_not_taken_is_told_of() -> None:
     assert "lost in rounding" in report.notes[-1]
     higher = False
     assert optimizer.step(closure).search_loss_after < report.loss
+
+
+@pytest.mark.parametrize("seed", [7267, 7815])
+def test_what_was_lost_once(seed: int) -> None:
+    """A ``backward`` in a pass that is repeated with a graph; losses of ∞ and −∞ in one set."""
+    assert not record(Problem.of_seed(seed), seed)["lost"]

@@ -23,7 +23,7 @@ from krylov_descent.data import Microbatch
 from krylov_descent.distributed import Comm, attempt
 from krylov_descent.parameters import ParameterVector
 from krylov_descent.progress import Tell, nobody
-from krylov_descent.sums import ShareSums
+from krylov_descent.sums import ShareSums, exact_sum
 
 # Cost per sample in units of one gradient (a forward and a backward pass, the latter twice the former).
 GRADIENT, FORWARD, PROBE = 1.0, 1 / 3, 2 / 3
@@ -183,7 +183,7 @@ class Objective:
                 if not closures.misses_graph(error):
                     raise
                 # The closure differentiates with respect to the parameters (a gradient penalty).
-                evaluation = closures.evaluate(self._closure, batch)
+                evaluation = self.evaluate(batch)
         self.sample_gradients += FORWARD * evaluation.samples
         return evaluation
 
@@ -286,7 +286,7 @@ class Objective:
         for share in range(self.comm.shares):
             own = [i for i, of in enumerate(gathered.shares) if of == share]
             # A micro-batch of weight 0 has no terms; its mean, 0/0, must not spoil the sum.
-            rows[share, 0] = math.fsum(gathered.weights[i] * values[i] for i in own if gathered.weights[i] > 0)
+            rows[share, 0] = exact_sum(gathered.weights[i] * values[i] for i in own if gathered.weights[i] > 0)
             rows[share, 1] = math.fsum(gathered.weights[i] for i in own)
             rows[share, 2] = slopes[share] if slopes else 0.0
             rows[share, 3] = float(gathered.again)

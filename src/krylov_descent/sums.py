@@ -7,8 +7,9 @@ nothing to add.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Generic, TypeVar
 
 import torch
@@ -176,3 +177,17 @@ class ShareSums(TreeSum[WeightedSum]):
         # Scaled after the sum, so that rounding is the same whoever adds.
         part = self._comm.reduce_scatter(total, out)
         return part if scale == 1 else part.mul_(scale)
+
+
+def exact_sum(values: Iterable[float]) -> float:
+    """Σ, rounded once; of numbers that are not finite, or too large together, what addition gives: fsum would raise.
+
+    Example:
+        >>> exact_sum([1e16, 1.0, -1e16]), exact_sum([math.inf, -math.inf])
+        (1.0, nan)
+    """
+    values = tuple(values)
+    try:
+        return math.fsum(values)
+    except (OverflowError, ValueError):
+        return sum(values)
