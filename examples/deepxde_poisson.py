@@ -1,8 +1,8 @@
 """Solve a Poisson problem on the unit square with DeepXDE: KSD beside DeepXDE's L-BFGS, equal seconds.
 
-    python examples/deepxde_poisson.py --basis rational --out poisson.png
+    python examples/deepxde_poisson.py --out poisson.png
 
--Δu = f with the exact solution sin(πx) sin(2πy), in float64. Needs ``pip install 'krylov-descent[deepxde,plot]'``.
+-Δu = f with the exact solution sin(πx) sin(2πy). Needs ``pip install 'krylov-descent[deepxde,plot]'``.
 """
 # ruff: noqa: T201
 
@@ -74,11 +74,12 @@ def main() -> None:
     parser.add_argument("--out", default="deepxde_poisson.png", help="the picture (%(default)s)")
     parser.add_argument("--seconds", type=float, default=14, help="for each of the two (%(default)s)")
     parser.add_argument("--krylov-dim", type=int, default=50, help="K of --basis krylov (%(default)s)")
-    parser.add_argument("--basis", choices=["krylov", "rational"], default="krylov", help="of KSD (%(default)s)")
+    parser.add_argument("--basis", choices=["krylov", "rational"], default="rational", help="of KSD (%(default)s)")
+    parser.add_argument("--precision", choices=["float32", "float64"], default="float64", help="(%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of points and start (%(default)s)")
     given = parser.parse_args()
     torch.set_num_threads(1)  # more do not make so small a network faster, and CPU time is then that of one core
-    dde.config.set_default_float("float64")
+    dde.config.set_default_float(given.precision)
 
     model, reports, ksd = problem(given.seed), list[StepReport](), Clock(given.seconds)
     ksd_arguments = {"krylov_dim": given.krylov_dim, "basis": given.basis}

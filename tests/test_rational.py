@@ -1,4 +1,4 @@
-"""The rational basis: the flow, damped steps, and the contract of a basis."""
+"""The rational basis: where its search begins, and the contract of a basis."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from krylov_descent import KSD, Rational, Subsets
 from krylov_descent.basis import Carry, Family, Starts, Turn
 from krylov_descent.curvature import CURVATURES
 from krylov_descent.distributed import SingleProcess
-from krylov_descent.flow import Factored, acceleration, damped_steps, flow_direction
 from krylov_descent.krylov import KrylovBuilder
 from krylov_descent.rational import RationalBuilder, finite_rows
 from krylov_descent.report import StopReason
@@ -23,53 +22,6 @@ from krylov_descent.sample_set import Microbatch
 from krylov_descent.search import best_start, climb
 from krylov_descent.sketch import Sketcher
 from tests.least_squares import F64, Closure, dense, mlp, objective_of, pinn
-
-
-def test_steps_are_those_of_dense_algebra() -> None:
-    torch.manual_seed(0)
-    J, rho = torch.randn(5, 12, dtype=F64), torch.randn(5, dtype=F64)
-    g, carried = torch.randn(2, 12, dtype=F64)
-    grid = torch.tensor([1e-3, 1.0, 10.0], dtype=F64)
-    sketch = Factored(J, SingleProcess())
-    assert sketch.trace == pytest.approx(float((J.T @ J).trace()))
-    for lam, damped in zip(grid, damped_steps(sketch, g, grid), strict=True):
-        H = J.T @ J + lam * torch.eye(12, dtype=F64)
-        torch.testing.assert_close(damped, -torch.linalg.solve(H, g))
-        flow = flow_direction(sketch, rho, carried, lam[None])
-        torch.testing.assert_close(flow, torch.linalg.solve(H, -J.T @ rho + lam * carried))
-        torch.testing.assert_close(flow_direction(sketch, rho, None, lam[None]), -torch.linalg.solve(H, J.T @ rho))
-
-
-def test_the_flow_gathers_what_successive_sketches_say() -> None:
-    """Rows drawn ten at a time from forty: the direction comes to be that of all of them."""
-    torch.manual_seed(0)
-    J, rho = torch.randn(40, 60, dtype=F64), torch.randn(40, dtype=F64)
-    whole = -torch.linalg.pinv(J) @ rho
-    errors, phi = [], None
-    for _ in range(200):
-        S = torch.randperm(40)[:10]
-        phi = flow_direction(Factored(J[S], SingleProcess()), rho[S], phi, torch.tensor([1e-6], dtype=F64))
-        errors.append(float((phi - whole).norm() / whole.norm()))
-    assert errors[0] > 0.5
-    assert errors[-1] < 1e-2
-
-
-def test_the_bend_of_the_flow() -> None:
-    """Outputs that are quadratic in the parameters: with the acceleration they move straight, to third order."""
-    torch.manual_seed(0)
-    J, B, phi = torch.randn(5, 12, dtype=F64), torch.randn(5, 12, 12, dtype=F64), torch.randn(12, dtype=F64)
-    sketch, lam = Factored(J, SingleProcess()), torch.tensor([1e-12], dtype=F64)
-
-    def outputs(d: Tensor) -> Tensor:
-        return J @ d + torch.einsum("kij,i,j->k", B, d, d) / 2
-
-    alpha = acceleration(sketch, phi, 1e-2, lambda: outputs(1e-2 * phi), lam)
-    torch.testing.assert_close(J @ alpha, -torch.einsum("kij,i,j->k", B, phi, phi))
-    for power, bend in ((2, 0.0), (3, 1.0)):  # how the deviation from the straight line shrinks with the length
-        off = [float((outputs(h * phi + bend * h**2 / 2 * alpha) - h * J @ phi).norm()) for h in (1e-2, 1e-3)]
-        assert math.log10(off[0] / off[1]) == pytest.approx(power, abs=0.2)
-    assert not bool(acceleration(sketch, phi, 10.0, lambda: outputs(10 * phi), lam).any())  # too much to be believed
-    assert not bool(acceleration(sketch, phi, 1e-2, lambda: torch.full((5,), math.inf, dtype=F64), lam).any())
 
 
 def test_a_direction_that_leads_nowhere_gathers_rows_and_then_does() -> None:

@@ -15,7 +15,8 @@ from krylov_descent.basis import Carry, Family, Starts, Subspace, Turn
 from krylov_descent.closure import Evaluation
 from krylov_descent.data import Microbatch
 from krylov_descent.distributed import Comm, SingleProcess
-from krylov_descent.ksd import Memory, Settings, ksd_step
+from krylov_descent.ksd import Settings, ksd_step
+from krylov_descent.memory import Memory
 from krylov_descent.objective import Objective
 from krylov_descent.parameters import ParameterVector
 from krylov_descent.rows import Rows

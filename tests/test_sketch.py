@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -230,6 +231,40 @@ def test_losses_that_couple_rows_are_refused() -> None:
 
     with pytest.raises(ValueError, match=r"couples rows of the outputs.*Use basis='krylov'"):
         KSD(model.parameters(), basis="rational").step(closure)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, F64])
+@pytest.mark.parametrize("doubt", [1e-1, 1e-4, 1e-7, 1e-10, 1e-16, 1e-30, 0.0])
+def test_a_cross_entropy_has_rows_however_well_it_is_fitted(dtype: torch.dtype, doubt: float) -> None:
+    """Of H_L, diag(p) − ppᵀ with p all but 0 and 1, cancellation leaves little; that does not couple rows."""
+    torch.manual_seed(0)
+    rows, c = 40, 5
+    y = torch.arange(rows) % c
+    logits = torch.randn(rows, c, dtype=F64) - math.log(doubt or 1e-300) * nn.functional.one_hot(y, c)
+    z = logits.to(dtype).requires_grad_()
+    (delta,) = torch.autograd.grad(nn.functional.cross_entropy(z, y), z, create_graph=True)
+    roots = output_roots(z, delta, torch.arange(rows), torch.Generator().manual_seed(0))
+    assert not isinstance(roots, str), roots
+    assert bool(roots.u.isfinite().all() & roots.rho.isfinite().all())
+    p = z.detach().double().softmax(1)
+    H = (torch.diag_embed(p) - p[:, :, None] * p[:, None]) / rows
+    L = roots.u.double().permute(1, 2, 0)
+    assert float((L @ L.mT - H).abs().max()) < 10 * torch.finfo(dtype).eps / rows  # of entries up to 1/rows
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, F64])
+def test_a_fitted_classifier_still_steps(dtype: torch.dtype) -> None:
+    model, x = mlp(4, 8, 3).to(dtype), torch.randn(60, 4, dtype=dtype)
+    y = x[:, :3].argmax(1)
+
+    def closure() -> tuple[Tensor, Tensor]:
+        logits = model(x)
+        return nn.functional.cross_entropy(logits, y), logits
+
+    for basis in ("krylov", "rational"):
+        optimizer = KSD(model.parameters(), basis=basis)
+        losses = [optimizer.step(closure).loss for _ in range(25)]
+    assert losses[-1] <= losses[0] < 1e-4
 
 
 def test_a_linear_term_has_no_rows() -> None:

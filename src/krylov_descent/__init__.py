@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from krylov_descent.budget import Storage
 from krylov_descent.data import Subsets
-from krylov_descent.optimizer import KSD, PAPER
+from krylov_descent.growing import Growing
+from krylov_descent.kronecker import Kronecker
+from krylov_descent.optimizer import DEEP, KSD, PAPER
 from krylov_descent.precondition import Fisher
 from krylov_descent.progress import Progress
 from krylov_descent.rational import Rational
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "DEEP",
     "KSD",
     "PAPER",
     "Best",
@@ -27,6 +30,8 @@ __all__ = [
     "EndReason",
     "Finding",
     "Fisher",
+    "Growing",
+    "Kronecker",
     "Progress",
     "Rational",
     "Run",

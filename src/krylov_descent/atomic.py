@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from krylov_descent.distributed import Comm
-from krylov_descent.ksd import Memory
+from krylov_descent.memory import Memory
 from krylov_descent.parameters import ParameterVector
 
 

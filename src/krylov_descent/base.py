@@ -187,6 +187,15 @@ class ClosureOptimizer(Optimizer):
         """
         require_sound(state_dict, self._owner(), self.param_groups)
         super().load_state_dict(state_dict)
+        # torch has cast all of it to the parameters' dtype, in which a preconditioner's factors may not fit.
+        here = [p for group in self.param_groups for p in group["params"]]
+        there = [i for group in state_dict["param_groups"] for i in group["params"]]
+        for i, p in zip(there, here, strict=True):
+            factors = state_dict["state"].get(i, {}).get("factors")
+            if factors is not None:
+                self.state[p]["factors"] = {
+                    name: x.to(p.device) if isinstance(x, Tensor) else x for name, x in factors.items()
+                }
 
     def _owner(self) -> str:
         """The class of this package: one that a user derives from it has the same state."""

@@ -38,6 +38,11 @@ class Subspace:
     starts: Starts | None = None
     finite: bool = True
 
+    def bend(self, d: Tensor, comm: Comm) -> float:
+        """dᵀHd of a vector d [P] that the rows span."""
+        c = inner(comm, len(d), lambda piece: self.V.dots(d, piece)).to("cpu", torch.float64)
+        return float(c @ self.H @ c)
+
 
 @dataclass(frozen=True)
 class Carry:

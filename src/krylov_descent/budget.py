@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
+
+_SHARE = 0.8  # of the memory at hand that may be taken
 
 
 @dataclass(frozen=True)
@@ -121,6 +124,24 @@ class Need:
 
     def _bytes(self, dtype: torch.dtype) -> int:
         return self.vectors * self.length * dtype.itemsize
+
+
+def at_hand(device: torch.device) -> int | None:
+    """Bytes of memory that are free, as far as the system tells."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    if device.type == "cpu":
+        try:
+            lines = Path("/proc/meminfo").read_text().splitlines()
+            return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+        except (OSError, StopIteration):
+            pass
+    return None
+
+
+def share(available: int) -> int:
+    """The part of what is at hand that a step may take."""
+    return int(_SHARE * available)
 
 
 def _name(dtype: torch.dtype) -> str:

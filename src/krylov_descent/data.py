@@ -164,6 +164,7 @@ class Draw:
 
     Attributes:
         sizes: the number of samples in "A", "B" and "C".
+        grows: whether more samples are to be had when noise demands them.
 
     Example:
         >>> import torch
@@ -177,7 +178,8 @@ class Draw:
         [[0, 1], [0], [1]]
     """
 
-    def __init__(self, source: Source, a: SampleSet, b: SampleSet, c: SampleSet) -> None:
+    def __init__(self, source: Source, a: SampleSet, b: SampleSet, c: SampleSet, *, grows: bool = False) -> None:
+        self.grows = grows
         self.sizes: dict[str, int] = {"A": a.size, "B": b.size, "C": c.size}
         self._source = source
         self._a, self._b, self._c = a, b, c
@@ -195,6 +197,8 @@ class Draw:
     @property
     def a(self) -> Iterable[Microbatch]:
         """The micro-batches of A; every iteration loads them anew and may be interleaved with others."""
+        if self.grows:  # A is C, and small
+            return self.c
         return Stream(self._source, self._a)
 
     @property
@@ -233,7 +237,9 @@ class Draw:
         )
 
     def warn_if_random(self) -> None:
-        """Load two samples twice."""
+        """Load two samples twice, if A is loaded at every pass."""
+        if self.grows:
+            return
         indices = self._a.indices(range(self._a.start, self._a.start + min(2, self._a.size)))
         one, another = (next(iter(self._source.load(lambda _: (indices,), range(1)))) for _ in range(2))
         if not same_values(one, another):

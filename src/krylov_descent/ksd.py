@@ -10,6 +10,9 @@ Deviations from the paper:
 2. Line 1: without a previous step none is adjoined, unless the caller passes one (``previous="e1"``).
 3. A search that finds nothing better than a = 0, or whose step rounds to something worse, leaves θ alone and d_prev
    empty.
+4. Line 5: a preconditioner that remembers takes its statistics from B, and adds them to those of earlier steps.
+5. Line 3: sets that grow do so by how much of the last steps fresh samples confirm (confirmation.py); steps on them are
+   only undone where the loss is not finite.
 """
 
 from __future__ import annotations
@@ -22,16 +25,19 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from krylov_descent.acceptance import LOST_IN_ROUNDING, better_before, loss_taken
-from krylov_descent.basis import Carry, Subspace, Turn, length
+from krylov_descent.acceptance import LOST_IN_ROUNDING, loss_taken
+from krylov_descent.basis import Subspace, Turn, length
+from krylov_descent.confirmation import Confirmation
 from krylov_descent.data import Microbatch
-from krylov_descent.distributed import RankError, added, together
-from krylov_descent.objective import BatchLosses, Objective, relative_noise
-from krylov_descent.precondition import Precondition, Preconditioner
-from krylov_descent.report import Settlement, StepReport, StopReason
+from krylov_descent.distributed import Comm, RankError, added, inner, together
+from krylov_descent.memory import Memory
+from krylov_descent.objective import Objective, relative_noise
+from krylov_descent.precondition import Precondition, Preconditioner, RememberingPreconditioner
+from krylov_descent.report import StepReport, StopReason
 from krylov_descent.search import Found, Search, search_subspace
 from krylov_descent.sets import StepSets
 from krylov_descent.stepping import Clock, OnA, pass_over_A, require_finite
+from krylov_descent.undoing import undoing, undone, unmoved
 from krylov_descent.walk import Walk
 
 _PHASES = ("gradient", "basis", "search")
@@ -61,33 +67,15 @@ class Settings:
     """What stays the same from step to step."""
 
     builder: BasisBuilder
-    preconditioner: Preconditioner | None
+    preconditioner: Preconditioner | RememberingPreconditioner | None
     search: Search
     previous: str | None
     rollback: bool
 
-
-@dataclass(frozen=True, eq=False)
-class Memory:
-    """What a step hands to the next: everything a resumed run needs.
-
-    Attributes:
-        iteration: of the step to come, from 0.
-        seed: of the sign probes.
-        d_prev: the last step [P_local], or None; or what a builder wants remembered in its place, if none was taken.
-        accepted: the point [P_local] from which it was taken, or None if there is nothing to go back to.
-        accepted_loss: f on A there.
-        search_growth: how often C was doubled.
-        carry: for the builder, where it adapts.
-    """
-
-    iteration: int
-    seed: int
-    d_prev: Tensor | None = None
-    accepted: Tensor | None = None
-    accepted_loss: float = math.inf
-    search_growth: int = 0
-    carry: Carry | None = None
+    @property
+    def gatherer(self) -> Preconditioner | None:
+        """The preconditioner, if it is one that gathers along the pass over A."""
+        return None if isinstance(self.preconditioner, RememberingPreconditioner) else self.preconditioner
 
 
 def ksd_step(
@@ -125,19 +113,22 @@ def _step(
     clock: Clock,
 ) -> tuple[StepReport, Memory]:
     sent = objective.comm.sent
+    if memory.confirmation is not None and memory.confirmation.too_little:
+        memory = replace(memory, search_growth=memory.search_growth + 1)
     draw = draw_sets(memory.search_growth)  # line 3
-    on_A = pass_over_A(objective, draw.a, settings.preconditioner, (memory.seed, memory.iteration, 0))  # lines 4-5
-    if not settings.rollback or _undoing(objective, draw, memory, on_A.losses, on_A.g) is None:
+    gatherer = settings.gatherer
+    on_A = pass_over_A(objective, draw.a, gatherer, (memory.seed, memory.iteration, 0))  # lines 4-5
+    if not settings.rollback or undoing(objective, draw, memory, on_A.losses, on_A.g) is None:
         here = _here(objective, theta)
         return _descend(objective, draw, on_A, memory, settings, here, clock, sent, accepted=True)
     before = memory.accepted
     assert before is not None
     del on_A  # its vectors are large
     objective.move_to(before)
-    undone = _undone(memory)
-    draw = draw_sets(undone.search_growth)
-    on_A = pass_over_A(objective, draw.a, settings.preconditioner, (memory.seed, memory.iteration, 1))
-    return _descend(objective, draw, on_A, undone, settings, lambda: before, clock, sent, accepted=False)
+    memory = undone(memory)
+    draw = draw_sets(memory.search_growth)
+    on_A = pass_over_A(objective, draw.a, gatherer, (memory.seed, memory.iteration, 1))
+    return _descend(objective, draw, on_A, memory, settings, lambda: before, clock, sent, accepted=False)
 
 
 def _descend(
@@ -162,9 +153,20 @@ def _descend(
     notes = []
     if not accepted:
         notes.append(f"The previous step had raised the loss on A and was undone; C has now {draw.sizes['C']} samples.")
-    if on_A.precondition is None and settings.preconditioner is not None:
-        notes.append("The closure returned only the loss, so there are no per-sample gradients: no preconditioner.")
-    name = "none" if on_A.precondition is None else _name(settings.preconditioner)
+    confirmation = _confirmation(memory, draw, notes)
+    last = memory.d_prev if confirmation is not None and unmoved(objective, memory) else None
+    ends = math.nan if last is None else _dot(comm, g, last)  # before the builder writes over g
+    preconditioner, factors = settings.preconditioner, memory.factors
+    if isinstance(preconditioner, RememberingPreconditioner):
+        together(comm, lambda: len(draw.b))  # load it
+        key = memory.seed, memory.iteration, int(not accepted)
+        on_A.precondition, factors = preconditioner.refresh(objective, draw.b, factors, key)
+    if on_A.precondition is None and preconditioner is not None:
+        notes.append(
+            "The closure gave the preconditioner nothing to go by (it returned only the loss, or what is not finite or "
+            "has no curvature): no preconditioner."
+        )
+    name = "none" if on_A.precondition is None else _name(preconditioner)
 
     subspace: Subspace | None = None
     # Compiled passes round otherwise: what the search compares comes from one of the two.
@@ -179,6 +181,9 @@ def _descend(
         together(comm, lambda: len(draw.b))  # load it
         turn = Turn(memory.seed, memory.iteration, memory.carry)
         subspace = settings.builder(objective, draw.b, on_A.precondition or (lambda w: w), g, d_prev, turn)  # line 6
+        if confirmation is not None:
+            bent = math.nan if last is None or d_prev is None else subspace.bend(last, comm)
+            confirmation = confirmation.after(bent - ends)
         if not subspace.finite:
             notes.append("A curvature product was not finite; the directions it concerns were left out.")
     g = on_A.g = on_A.precondition = None
@@ -194,7 +199,8 @@ def _descend(
     d = None if found.d is None else parameters.rounded(found.d)
     here = theta()
     objective.move_to(here if d is None else here + d)  # line 13
-    if d is not None:
+    # Where the loss was computed at this very point, once more would tell nothing.
+    if d is not None and not (found.exact and d is found.d and objective.compiled is None):
         after = loss_taken(objective, draw, found.before)
         if after is None:
             d = None
@@ -228,50 +234,36 @@ def _descend(
         bytes_sent=comm.sent - sent,
         coefficients=found.coefficients,
     )
-    # Where A is what was searched, the step cannot have raised it: nothing to go back to.
-    keep = settings.rollback and d is not None and not draw.searches_all
+    # Where A is what was searched, the step cannot have raised it: nothing to go back to, unless other samples follow.
+    keep = d is not None and (draw.grows or (settings.rollback and not draw.searches_all))
+    if confirmation is not None and d is not None and known is not None:
+        confirmation = replace(confirmation, slope=-_dot(comm, known[1], d))
     return report, replace(
         memory,
         iteration=memory.iteration + 1,
         d_prev=found.kept if d is None else d,
         accepted=here if keep else None,
-        accepted_loss=losses.mean if keep else math.inf,
+        accepted_loss=losses.mean if keep and not draw.grows else math.inf,
         carry=found.carry or memory.carry,
+        confirmation=confirmation,
+        factors=factors,
     )
 
 
-def settle(objective: Objective, draw: StepSets, memory: Memory) -> tuple[Settlement, Memory]:
-    """Judge the last step of a run as the next step would have: by f on A, here with forward passes."""
-    losses = objective.value(draw.a)
-    earlier = _undoing(objective, draw, memory, losses, None)
-    if earlier is None:
-        return Settlement(losses.mean, accepted=True), memory
-    assert memory.accepted is not None
-    objective.move_to(memory.accepted)
-    return Settlement(earlier, accepted=False), _undone(memory)
+def _confirmation(memory: Memory, draw: StepSets, notes: list[str]) -> Confirmation | None:
+    """What is known of the last steps, if A is not everything; begun anew where the sets have just grown."""
+    known = memory.confirmation or Confirmation()
+    if draw.grows and known.too_little:
+        notes.append(
+            f"A has now {draw.sizes['A']} samples: of the slope of the last {known.judged:.0f} steps, other samples "
+            f"confirmed {known.share:.0%}."
+        )
+        known = Confirmation(slope=known.slope)
+    return known if draw.grows and not draw.covers_all else None
 
 
-def _undoing(
-    objective: Objective, draw: StepSets, memory: Memory, losses: BatchLosses, g: Tensor | None
-) -> float | None:
-    """f on A before the last step, if that step is to be undone."""
-    if memory.accepted is None or memory.d_prev is None:
-        return None
-    if not _unmoved(objective, memory):
-        return None  # edited since the last step: its outcome is not ours to judge
-    finite = math.isfinite(losses.mean) and (g is None or math.isfinite(length(g, objective.comm)))
-    return better_before(objective, draw, losses if finite else None, memory.accepted, memory.accepted_loss)
-
-
-def _unmoved(objective: Objective, memory: Memory) -> bool:
-    """Whether θ is where the last step left it, bit for bit, on all ranks."""
-    if memory.accepted is None or memory.d_prev is None:
-        return False
-    x, left_at = objective.point(), objective.parameters.rounded(memory.accepted + memory.d_prev)
-    elsewhere = not torch.equal(x, left_at)
-    if elsewhere:  # or NaN, in what the loss does not use
-        elsewhere = bool(((x != left_at) & ~(x.isnan() & left_at.isnan())).any())
-    return not float(objective.comm.max(torch.tensor(float(elsewhere), device="cpu")))
+def _dot(comm: Comm, x: Tensor, y: Tensor) -> float:
+    return float(inner(comm, len(x), lambda piece: x[piece] @ y[piece]))
 
 
 def _here(objective: Objective, theta: Callable[[], Tensor] | None) -> Callable[[], Tensor]:
@@ -282,9 +274,5 @@ def _here(objective: Objective, theta: Callable[[], Tensor] | None) -> Callable[
     return lambda: here
 
 
-def _undone(memory: Memory) -> Memory:
-    return replace(memory, d_prev=None, accepted=None, search_growth=memory.search_growth + 1)
-
-
-def _name(preconditioner: Preconditioner | None) -> str:
+def _name(preconditioner: object) -> str:
     return str(getattr(preconditioner, "name", type(preconditioner).__name__.lower()))

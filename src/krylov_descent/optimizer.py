@@ -22,17 +22,19 @@ from krylov_descent.distributed import Comm, ProcessGroup, Ranks, SingleProcess,
 from krylov_descent.distributed.mesh import MeshComm
 from krylov_descent.distributed.sharded import lean_graphs
 from krylov_descent.distributed.state import even_part, own_part, require_same
-from krylov_descent.ksd import Memory, ksd_step, settle
+from krylov_descent.ksd import ksd_step
+from krylov_descent.memory import Memory
 from krylov_descent.objective import Objective
-from krylov_descent.options import Options
+from krylov_descent.options import Options, Preconditioning
 from krylov_descent.parameters import ParameterVector
 from krylov_descent.precision import warn_if_reduced
-from krylov_descent.precondition import Fisher, Preconditioner
+from krylov_descent.precondition import Fisher
 from krylov_descent.rational import Rational
 from krylov_descent.report import Settlement, StepReport
 from krylov_descent.search import Search
 from krylov_descent.sets import FullBatch, StepSets
 from krylov_descent.state import memory_of, memory_parts, read_memory, write_memory
+from krylov_descent.undoing import settle
 
 #: The settings of Vinyals & Povey 2011: K = 20, Gauss–Newton, D from the Fisher matrix and ε = 1e-4 (section 4),
 #: 30 BFGS iterations (section 5.2), d_prev = e₁ at first (Algorithm 3, line 1), every step kept.
@@ -44,6 +46,9 @@ PAPER: dict[str, Any] = {
     "search": Search(iterations=30, evaluations=120, floor=1e-4, negative="floor"),
     "rollback": False,
 }
+
+#: For deep networks and much data, with ``Growing`` sets: many steps, each along one direction and the last step.
+DEEP: dict[str, Any] = {"krylov_dim": 1, "preconditioner": "kronecker", "search": Search(evaluations=8, model=0.1)}
 
 
 class KSD(ClosureOptimizer):
@@ -57,12 +62,13 @@ class KSD(ClosureOptimizer):
             (``requires_grad=False``) are left alone. The groups' ``lr`` is inert, for trainers that read it.
         krylov_dim: K, the Krylov vectors of a step; 20 is the paper's. Memory is K+1 vectors of all parameters.
         basis: "krylov", the paper's; "rational", a Gauss–Newton direction gathered from sketches of the Jacobian and
-            followed in short pieces, for physics-informed networks and least squares with up to some ten thousand
+            followed in short pieces, for physics-informed networks in float64 with up to some ten thousand
             parameters (``Rational`` has its settings).
         curvature: "ggn", the Gauss–Newton matrix (the paper's, and the best there); "hessian", exact and possibly
             indefinite; "fisher", the empirical Fisher matrix.
-        preconditioner: "fisher", the diagonal of the per-sample Fisher matrix (the paper's); ``Fisher(...)`` with
-            other settings; or None.
+        preconditioner: "fisher", the diagonal of the per-sample Fisher matrix (the paper's); "kronecker", a factored
+            Gauss–Newton matrix of each layer, remembered over steps, for small sets; ``Fisher(...)`` or
+            ``Kronecker(...)`` with other settings; or None.
         previous: "step" adds the previous step to the basis (nothing at the first one); "e1" does too and takes
             the first unit vector at the first step, as the paper does; None never adds one.
         search: settings of the search over the subspace.
@@ -105,7 +111,7 @@ class KSD(ClosureOptimizer):
         krylov_dim: int = 20,
         basis: Literal["krylov", "rational"] | Rational = "krylov",
         curvature: Literal["ggn", "hessian", "fisher"] = "ggn",
-        preconditioner: Literal["fisher"] | Fisher | Preconditioner | None = "fisher",
+        preconditioner: Preconditioning = "fisher",
         previous: Literal["step", "e1"] | None = "step",
         search: Search = Search(),  # noqa: B008 — frozen
         weight_decay: float = 0.0,

@@ -8,13 +8,19 @@ from typing import Any, Literal
 from krylov_descent.base import whole
 from krylov_descent.budget import Storage
 from krylov_descent.curvature import CURVATURES
+from krylov_descent.kronecker import Kronecker
 from krylov_descent.krylov import KrylovBuilder
 from krylov_descent.ksd import Settings
-from krylov_descent.precondition import Fisher, Preconditioner
+from krylov_descent.precondition import Fisher, Preconditioner, RememberingPreconditioner
 from krylov_descent.rational import Rational, RationalBuilder
 from krylov_descent.search import Search
 
 Builder = KrylovBuilder | RationalBuilder
+Preconditioners = Fisher | Kronecker | Preconditioner | RememberingPreconditioner
+Preconditioning = Literal["fisher", "kronecker"] | Preconditioners | None
+"""What may be given for D."""
+
+_NAMED: dict[str, Fisher | Kronecker] = {"fisher": Fisher(), "kronecker": Kronecker()}
 
 
 @dataclass(frozen=True)
@@ -24,7 +30,7 @@ class Options:
     krylov_dim: int
     basis: Literal["krylov", "rational"] | Rational
     curvature: Literal["ggn", "hessian", "fisher"]
-    preconditioner: Literal["fisher"] | Fisher | Preconditioner | None
+    preconditioner: Preconditioning
     previous: Literal["step", "e1"] | None
     search: Search
     rollback: bool
@@ -47,9 +53,12 @@ class Options:
                 "Use curvature='ggn', or basis='krylov'."
             )
         given = self.preconditioner
-        unusable = isinstance(given, type) or (given is not None and not hasattr(given, "start"))
-        if unusable and given != "fisher" and not isinstance(given, Fisher):
-            raise ValueError(f"preconditioner={given!r}: must be 'fisher', Fisher(...) or None.")
+        custom = not isinstance(given, type) and (hasattr(given, "start") or hasattr(given, "refresh"))
+        ours = given is None or given in tuple(_NAMED) or isinstance(given, (Fisher, Kronecker))
+        if not ours and not custom:
+            raise ValueError(
+                f"preconditioner={given!r}: must be 'fisher', 'kronecker', Fisher(...), Kronecker(...) or None."
+            )
         if self.previous not in ("step", "e1", None):
             raise ValueError(f"previous={self.previous!r}: must be 'step', 'e1' or None.")
         if not isinstance(self.search, Search):
@@ -76,16 +85,18 @@ class Options:
 
     def settings(self, builder: Builder) -> Settings:
         """What stays the same from step to step."""
-        preconditioner = Fisher() if self.preconditioner == "fisher" else self.preconditioner
+        given = self._given()
         if self.basis != "krylov":
-            preconditioner = None  # a damped step needs none: it has the curvature itself
-        if isinstance(preconditioner, Fisher):
-            preconditioner = preconditioner.prepare()
-        return Settings(builder, preconditioner, self.search, self.previous, self.rollback)
+            given = None  # a damped step needs none: it has the curvature itself
+        prepared = given.prepare() if isinstance(given, (Fisher, Kronecker)) else given
+        return Settings(builder, prepared, self.search, self.previous, self.rollback)
+
+    def _given(self) -> Preconditioners | None:
+        return _NAMED[self.preconditioner] if isinstance(self.preconditioner, str) else self.preconditioner
 
     def shared(self) -> str:
         """What ranks must have in common to take the same path, beside what has a name in their error."""
-        given = Fisher() if self.preconditioner == "fisher" else self.preconditioner
-        name = given if isinstance(given, Fisher) else type(given).__name__
+        given = self._given()
+        name = given if isinstance(given, (Fisher, Kronecker)) else type(given).__name__
         told = (self.basis, self.curvature, name, self.previous, self.search, self.rollback)
         return repr((*told, self.memory_budget, self.storage, self.compile))

@@ -58,8 +58,9 @@ def output_roots(z: Tensor, delta: Tensor | None, S: Tensor, signs: torch.Genera
     if c > _BLOCK:
         return f"the loss couples the {c} outputs of a sample, more than the {_BLOCK} whose blocks are formed"
     blocks = torch.stack([_product(z, delta, _unit(z, j)).reshape(rows, c) for j in range(c)], dim=-1)
-    # Of a loss that is all but fitted, H_L is what cancellation left: a single row is not asked.
-    if rows > 1 and not _close(probed.reshape(rows, c), (blocks @ s.reshape(rows, c, 1))[:, :, 0]):
+    by_blocks = (blocks @ s.reshape(rows, c, 1)).view_as(probed)
+    # Of a loss that is all but fitted, products are what cancellation left, and need not agree.
+    if not _close(probed, by_blocks) and _couples_rows(z, delta, s):
         return "the loss couples rows of the outputs (it is no sum of terms of one row each)"
     values, Q = torch.linalg.eigh(blocks[S].double())
     floor = values[:, -1:].clamp(min=0) * torch.finfo(z.dtype).eps * c
@@ -85,6 +86,20 @@ def _product(z: Tensor, delta: Tensor, v: Tensor) -> Tensor:
 def _close(x: Tensor, y: Tensor) -> bool:
     scale = x.abs().max()
     return bool((x - y).abs().max() <= torch.finfo(x.dtype).eps ** 0.5 * scale)
+
+
+def _couples_rows(z: Tensor, delta: Tensor, s: Tensor) -> bool:
+    """Whether rows of a product depend on other rows of its vector: else they are zero where those are, to the bit.
+
+    Any two rows are told apart by some bit of their numbers.
+    """
+    index = torch.arange(z.shape[0], device=z.device).reshape(-1, *(1,) * (z.ndim - 1))
+    for bit in range((z.shape[0] - 1).bit_length()):
+        inside = ((index >> bit) & 1).to(z.dtype)
+        h = _product(z, delta, s * inside)
+        if not _close(h, h * inside):
+            return True
+    return False
 
 
 def _unit(z: Tensor, j: int) -> Tensor:

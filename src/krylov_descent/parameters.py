@@ -21,9 +21,13 @@ class ParameterVector:
 
     def __init__(self, param_groups: Sequence[Mapping[str, Any]]) -> None:
         self.params: list[Tensor] = []
+        self.places: list[int] = []  # of these among all parameters, frozen ones included
         self._decay: list[float] = []  # c of each parameter
+        passed = 0
         for group in param_groups:
             trained = [p for p in group["params"] if p.requires_grad]
+            self.places += [passed + i for i, p in enumerate(group["params"]) if p.requires_grad]
+            passed += len(group["params"])
             self.params += trained
             self._decay += [float(group["weight_decay"])] * len(trained)
         check_uniform(self.params)

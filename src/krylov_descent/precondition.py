@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
+from krylov_descent.data import Microbatch
 from krylov_descent.distributed import Comm
 from krylov_descent.fisher_diagonal import FisherDiagonal
 from krylov_descent.objective import Objective, Statistics
@@ -30,6 +31,28 @@ class Preconditioner(Protocol):
 
     def start(self, objective: Objective, *key: int) -> PreconditionerStatistics:
         """Begin a pass; ``key`` seeds whatever is random in it."""
+        ...
+
+
+@runtime_checkable
+class RememberingPreconditioner(Protocol):
+    """A way to precondition by statistics of B, added to those of earlier steps."""
+
+    def refresh(
+        self,
+        objective: Objective,
+        batches: Sequence[Microbatch],
+        factors: Mapping[str, Tensor] | None,
+        key: tuple[int, ...],
+    ) -> tuple[Precondition | None, Mapping[str, Tensor]]:
+        """D⁻¹, or None where the closure gave nothing to gather, and what the next step is to give back. A collective.
+
+        Args:
+            objective: f at the current point.
+            batches: this rank's micro-batches of B.
+            factors: what the last step got; never written to, as a step may fail.
+            key: seeds whatever is random.
+        """
         ...
 
 

@@ -28,14 +28,15 @@ and φ gathers more rows. Only if that has not helped for a while are damped ste
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from krylov_descent.basis import Carry, Family, Starts, Subspace, Turn, spanned_basis
+from krylov_descent.budget import at_hand, share
 from krylov_descent.data import Microbatch
 from krylov_descent.distributed import Comm, inner
 from krylov_descent.flow import Factored, acceleration, damped_steps, flow_direction, new_damping
@@ -78,6 +79,33 @@ class Rational:
             raise ValueError(f"Rational(rows={self.rows!r}): must be a whole number ≥ 1.")
         if not 0 <= self.momentum < 1:
             raise ValueError(f"Rational(momentum={self.momentum!r}): must be a number in [0, 1).")
+
+
+def sketch_bytes(rows: int, numel: int, dtype: torch.dtype) -> int:
+    """What a sketch of that many rows takes at its peak."""
+    return _COPIES * rows * numel * dtype.itemsize
+
+
+def against_rational(numel: int, dtype: torch.dtype, room: int | None) -> str | None:
+    """Why not to begin with the rational basis for so many parameters, if only so many bytes may be taken."""
+    if dtype != torch.float64:  # docs/integrations.md has figures
+        return "basis='rational' was ahead in float64, and in float32 neither basis was"
+    rows = Rational().rows
+    taken = sketch_bytes(rows, numel, dtype)
+    if room is not None and taken > room:
+        return f"the sketch of basis='rational' takes {taken:,} bytes ({rows} rows), and {max(0, room):,} may be taken"
+    return None
+
+
+def fitting_basis(params: Iterable[Tensor], budget: int | None = None) -> Literal["krylov", "rational"]:
+    """Which to begin with where residuals are squared, in a budget or else in the memory at hand."""
+    trained = [p for p in params if p.requires_grad]
+    if not trained:
+        return "krylov"
+    if budget is None and (free := at_hand(trained[0].device)) is not None:
+        budget = share(free)
+    why_not = against_rational(sum(p.numel() for p in trained), trained[0].dtype, budget)
+    return "rational" if why_not is None else "krylov"
 
 
 def reduced_curvature(J: Tensor, V: Rows, objective: Objective) -> Tensor:
@@ -217,7 +245,7 @@ class RationalBuilder:
             ValueError: the budget is too small for the sketch.
         """
         parameters = objective.parameters
-        taken = _COPIES * self._options.rows * parameters.numel * parameters.dtype.itemsize
+        taken = sketch_bytes(self._options.rows, parameters.numel, parameters.dtype)
         if self._budget is not None and taken > self._budget:
             raise ValueError(
                 f"The sketch of basis='rational' takes {taken:,} bytes ({self._options.rows} rows of "

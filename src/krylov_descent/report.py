@@ -25,6 +25,7 @@ class StopReason(enum.Enum):
     ZERO_GRADIENT = "zero-gradient"
     NEGATIVE_CURVATURE = "negative-curvature"
     GATHERING = "gathering"
+    MODEL = "model"
 
     @property
     def remedy(self) -> str:
@@ -61,6 +62,10 @@ _REMEDY: Mapping[StopReason, str] = {
     StopReason.GATHERING: (
         "No piece of the direction of basis='rational' lowers the loss yet: the parameters stay, and the next step "
         "adds other rows to it. Steps that end so are usual late in training."
+    ),
+    StopReason.MODEL: (
+        "Nothing to do: the minimum of the quadratic model was taken without a search, as the loss fell there by "
+        "enough of what the model promised (Search(model=...))."
     ),
 }
 

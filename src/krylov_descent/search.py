@@ -36,6 +36,9 @@ class Search:
             the search the directions that matter at the end (docs/paper-map.md has the measurement).
         negative: what becomes of negative eigenvalues: "floor" raises them to the floor as in the paper;
             "absolute" takes |λ|, the saddle-free variant (Dauphin et al. 2014).
+        model: take the minimum of the quadratic model without a search, by one forward pass, where f falls there by at
+            least this part of what the model predicts; None always searches, as the paper does. For sets so small that
+            a search would find their minimum and not that of other samples.
 
     Example:
         >>> from krylov_descent import KSD, Search
@@ -47,6 +50,7 @@ class Search:
     tolerance: float | None = None
     floor: float | None = None
     negative: Literal["floor", "absolute"] = "floor"
+    model: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("iterations", "evaluations"):
@@ -58,6 +62,8 @@ class Search:
             raise ValueError(f"Search(floor={self.floor}): must be in (0, 1]; the paper's is 1e-4.")
         if self.negative not in ("floor", "absolute"):
             raise ValueError(f"Search(negative={self.negative!r}): must be 'floor' or 'absolute'.")
+        if self.model is not None and not 0 < self.model <= 1:
+            raise ValueError(f"Search(model={self.model}): must be in (0, 1], 0.5 for example, or None.")
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,6 +76,7 @@ class Found:
         coefficients: of d in the rows of V.
         carry: for the next step's builder, if this one had starts.
         kept: what the next step takes for the last one [P_local], if no step is taken; None for nothing.
+        exact: whether ``after`` was computed at d itself, and not at the end of a chain of lines.
     """
 
     d: Tensor | None
@@ -81,6 +88,7 @@ class Found:
     coefficients: tuple[float, ...] = ()
     carry: Carry | None = None
     kept: Tensor | None = None
+    exact: bool = False
 
 
 def whiten(H: Tensor, floor: float, negative: str = "floor") -> Tensor:
@@ -160,10 +168,13 @@ class _Subspace:
         evaluations: int,
         reason: StopReason,
         carry: Carry | None,
+        *,
+        exact: bool = False,
     ) -> Found:
         """Line 12: the step of a."""
         d = self.step(a) if bool((a != 0).any()) else None
-        return Found(d, before, after, iterations, evaluations, reason, tuple(self.coefficients(a).tolist()), carry)
+        c = tuple(self.coefficients(a).tolist())
+        return Found(d, before, after, iterations, evaluations, reason, c, carry, exact=exact)
 
     def begin(self, x: Tensor, p: Tensor) -> None:
         self._walk.begin(self.step(p), moved=not torch.equal(x, self._a))
@@ -172,9 +183,13 @@ class _Subspace:
 
     def at(self, alpha: float) -> tuple[float, float]:
         c, along = self._line
-        if not max(alpha, float((c + alpha * along).abs().sum())) < self._reach:
-            return math.inf, math.nan  # the step there could not be held in the vectors' dtype
+        if not alpha < self._reach or not self.within_reach(c + alpha * along):
+            return math.inf, math.nan
         return self._walk.at(alpha)
+
+    def within_reach(self, c: Tensor) -> bool:
+        """Whether the vectors' dtype can hold the step of these coefficients."""
+        return float(c.abs().sum()) < self._reach
 
     def gradient(self) -> Tensor:
         return self.project(self._walk.gradient())
@@ -236,13 +251,20 @@ def search_subspace(
     start = before, lines.project(g)
     del g, at_zero
     carry = None
+
+    def value(c: Tensor) -> float:
+        nonlocal first
+        first += 1
+        return walk.value(lines.combine(c))
+
+    if options.model is not None and subspace.starts is None:
+        a = -start[1]  # where the quadratic model, whose Hessian is I in these coordinates, has its minimum
+        predicted = float(a @ a) / 2
+        c = lines.coefficients(a)
+        after = value(c) if lines.within_reach(c) else math.inf
+        if before - after >= options.model * predicted > 0:
+            return lines.found(a, before, after, 0, first, StopReason.MODEL, carry, exact=True)
     if subspace.starts is not None:
-
-        def value(c: Tensor) -> float:
-            nonlocal first
-            first += 1
-            return walk.value(lines.combine(c))
-
         best = best_start(subspace.starts, value, before)
         if best is not None:
             point, carry, lowest = best

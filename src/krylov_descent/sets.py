@@ -51,6 +51,11 @@ class StepSets(Protocol):
         """Whether C is A, so that a step cannot raise the loss on A."""
         ...
 
+    @property
+    def grows(self) -> bool:
+        """Whether the sets are few samples, and more are to be had when noise demands them."""
+        ...
+
 
 class FullBatch:
     """A = B = C: whatever the closure evaluates, as with torch.optim.LBFGS."""
@@ -60,6 +65,7 @@ class FullBatch:
     a = a_in_parts = c = b
     probe = None
     covers_all = searches_all = True
+    grows = False
 
     def draw(self, iteration: int, **_: object) -> FullBatch:
         """The same at every step; each rank's closure evaluates that rank's samples."""

@@ -7,16 +7,17 @@ torch.save → torch.load(weights_only=True) → load_state_dict.
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from krylov_descent.basis import Carry
+from krylov_descent.confirmation import Confirmation
 from krylov_descent.distributed import Comm, part_length
 from krylov_descent.distributed.sharded import is_sharded
-from krylov_descent.ksd import Memory
+from krylov_descent.memory import Memory
 from krylov_descent.parameters import ParameterVector
 
 State = MutableMapping[Tensor, Any]
@@ -24,6 +25,8 @@ State = MutableMapping[Tensor, Any]
 _VECTORS = ("d_prev", "accepted")
 _NUMBERS = ("iteration", "seed", "accepted_loss", "search_growth")
 _CARRIED = tuple(field.name for field in fields(Carry))
+_JUDGED = tuple(field.name for field in fields(Confirmation))
+_FACTORS = "factors"
 
 
 def read_memory(state: State, first: Tensor, parameters: ParameterVector, seed: int, comm: Comm) -> Memory:
@@ -51,30 +54,40 @@ def read_memory(state: State, first: Tensor, parameters: ParameterVector, seed: 
             f"rank {own[0]} of {own[1]} with {own[2]:,}. A state_dict holds one rank's part: to go on with other ranks "
             "or parameters, save and load by krylov_descent.distributed.checkpoint."
         )
-    return memory_of(vectors, {key: numbers[key] for key in (*_NUMBERS, *_CARRIED) if key in numbers})
+    memory = memory_of(vectors, {key: numbers[key] for key in (*_NUMBERS, *_CARRIED, *_JUDGED) if key in numbers})
+    factors = numbers.get(_FACTORS)
+    if factors is None:
+        return memory
+    return replace(memory, factors={k: x if isinstance(x, Tensor) else _scalar(x) for k, x in factors.items()})
 
 
 def write_memory(state: State, first: Tensor, parameters: ParameterVector, memory: Memory, comm: Comm) -> None:
     """Replace the memory in a state; its vectors are kept as they are, in views, or as this rank's parts."""
     vectors, numbers = memory_parts(memory)
-    for key in _CARRIED:  # a memory without a carry has none, whatever was there before
+    for key in (*_CARRIED, *_JUDGED, _FACTORS):  # a memory without them has none, whatever was there before
         state.get(first, {}).pop(key, None)
+    factors = {}
+    if memory.factors is not None:
+        # Numbers as such: torch casts tensors to the parameters' dtype when a state is loaded.
+        factors = {_FACTORS: {k: x if x.ndim else float(x) for k, x in memory.factors.items()}}
     if comm.as_parameters:
         whole = {k: None if x is None else comm.all_gather(x, parameters.numel) for k, x in vectors.items()}
         write_vectors(state, parameters, whole)
-        state[first].update(numbers)
+        state[first].update(numbers, **factors)
         return
     for key, x in vectors.items():
         state[first].pop(f"{key}_part", None)
         if x is not None:
             state[first][f"{key}_part"] = x
-    state[first].update(numbers, layout=list(_layout(parameters, comm)))
+    state[first].update(numbers, layout=list(_layout(parameters, comm)), **factors)
 
 
 def memory_parts(memory: Memory) -> tuple[dict[str, Tensor | None], dict[str, int | float]]:
     """Its vectors and its numbers, by name."""
     numbers = {key: getattr(memory, key) for key in _NUMBERS}
-    return {key: getattr(memory, key) for key in _VECTORS}, numbers | (asdict(memory.carry) if memory.carry else {})
+    for group in (memory.carry, memory.confirmation):
+        numbers |= {} if group is None else asdict(group)
+    return {key: getattr(memory, key) for key in _VECTORS}, numbers
 
 
 def memory_of(vectors: Mapping[str, Tensor | None], numbers: Mapping[str, int | float]) -> Memory:
@@ -83,7 +96,8 @@ def memory_of(vectors: Mapping[str, Tensor | None], numbers: Mapping[str, int | 
     Raises:
         ValueError: numbers are missing, or there are others.
     """
-    if set(numbers) not in ({*_NUMBERS}, {*_NUMBERS, *_CARRIED}):
+    groups = [set(group) for group in (_CARRIED, _JUDGED) if group[0] in numbers]
+    if set(numbers) != {*_NUMBERS}.union(*groups):
         raise ValueError(f"The numbers of its state are {sorted(numbers)}, not those of a KSD.")
     return Memory(
         iteration=int(numbers["iteration"]),
@@ -93,7 +107,12 @@ def memory_of(vectors: Mapping[str, Tensor | None], numbers: Mapping[str, int | 
         accepted_loss=float(numbers["accepted_loss"]),
         search_growth=int(numbers["search_growth"]),
         carry=Carry(**{key: float(numbers[key]) for key in _CARRIED}) if _CARRIED[0] in numbers else None,
+        confirmation=Confirmation(**{key: float(numbers[key]) for key in _JUDGED}) if _JUDGED[0] in numbers else None,
     )
+
+
+def _scalar(x: float) -> Tensor:
+    return torch.tensor(x, dtype=torch.float64, device="cpu")
 
 
 def _layout(parameters: ParameterVector, comm: Comm) -> tuple[int, ...]:

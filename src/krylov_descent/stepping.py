@@ -1,11 +1,10 @@
-"""What a step of any method needs: the pass over A, a point to come back to if something fails, and a clock."""
+"""What a step of any method needs: the pass over A, a refusal where nothing is known, and a clock."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -51,16 +50,6 @@ def pass_over_A(
     start = preconditioner.start
     losses, g, statistics = pass_with_statistics(objective, counted, lambda: start(objective, *key))
     return OnA(losses, g, statistics.solver(objective.comm))
-
-
-@contextmanager
-def restoring(objective: Objective, theta: Callable[[], Tensor]) -> Iterator[None]:
-    """θ [P] as it is now is put back if anything inside fails."""
-    try:
-        yield
-    except BaseException:
-        objective.parameters.write(theta())
-        raise
 
 
 def require_finite(loss: float, grad_norm: float) -> None:

@@ -11,7 +11,7 @@ import torch.nn.functional as F  # noqa: N812
 from reliability.training import WIDTHS, data_of, dense
 from torch import Tensor, nn
 
-from krylov_descent import KSD, StepReport, Subsets
+from krylov_descent import KSD, Growing, StepReport, Subsets
 from krylov_descent.distributed import Ranks
 
 
@@ -45,6 +45,7 @@ def train(
     reproducible: int = 0,
     wire: torch.dtype | None = None,
     full_batch: bool = False,
+    growing: int = 0,
     warns: bool = False,
     **settings: Any,
 ) -> dict[str, Any]:
@@ -56,6 +57,8 @@ def train(
     inputs, outputs = {"mlp": (7, 3), "lstm": (7, 3), "tiny": (1, 1)}[kind]
     data = data_of(n, inputs, outputs, first.dtype)
     sets = Subsets(data, batch_size=batch_size, fraction=fraction, gradient_fraction=gradient_fraction, seed=3)
+    if growing:
+        sets = Growing(data, batch_size=batch_size, start=growing, seed=3)
     optimizer = KSD(
         model.parameters(),
         **{"krylov_dim": 5, **settings},

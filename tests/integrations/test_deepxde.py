@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from krylov_descent import KSD, StepReport
+from krylov_descent import KSD, StepReport, rational
 from krylov_descent.rational import RationalBuilder
 
 os.environ.setdefault("DDE_BACKEND", "pytorch")
@@ -81,12 +81,12 @@ def test_solves_poisson_with_its_own_loop(tmp_path: Path) -> None:
         def on_epoch_end(self) -> None:
             seen.append(self.model.train_state.iteration)
 
-    history, state = m.train(iterations=15, display_every=5, callbacks=[Count()], verbose=0)
+    history, state = m.train(iterations=60, display_every=20, callbacks=[Count()], verbose=0)
     assert error(m) < 1e-5
-    assert seen == list(range(1, 16))
-    assert history.steps == [0, 5, 10, 15]
+    assert seen == list(range(1, 61))
+    assert history.steps == [0, 20, 40, 60]
     assert sum(history.loss_train[-1]) < 1e-6 * sum(history.loss_train[0])
-    assert state.best_step == 15
+    assert state.best_step == 60
     assert state.best_metrics[0] < 1e-5
     dde.saveplot(history, state, issave=True, isplot=False, output_dir=tmp_path)
     assert np.loadtxt(tmp_path / "loss.dat").shape == (4, 6)
@@ -116,7 +116,7 @@ def mixed_terms() -> tuple[Any, list[float]]:
 def test_the_loss_is_that_of_deepxde() -> None:
     reports: list[StepReport] = []
     m, weights = mixed_terms()
-    compile_ksd(m, loss_weights=weights, on_report=reports.append, verbose=0)
+    compile_ksd(m, loss_weights=weights, basis="krylov", on_report=reports.append, verbose=0)
     history, _ = m.train(iterations=6, display_every=1, verbose=0)
     assert [report.loss for report in reports] == pytest.approx([sum(t) for t in history.loss_train[:-1]], rel=1e-13)
     assert reports[-1].search_loss_after < 0.1 * reports[0].loss
@@ -130,6 +130,32 @@ def rows_together(optimizer: Any) -> bool:
     builder = optimizer._builder
     assert isinstance(builder, RationalBuilder)
     return builder._sketcher.together
+
+
+def basis_of(m: Any, **arguments: Any) -> str:
+    optimizer: Any = compile_ksd(m, verbose=0, **arguments)
+    return "rational" if isinstance(optimizer._builder, RationalBuilder) else "krylov"
+
+
+def test_the_basis_that_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rational one for an equation, and the Krylov basis for what it cannot do, or if it is asked for."""
+    assert basis_of(model()) == "rational"
+    assert basis_of(mixed_terms()[0]) == "rational"
+    assert basis_of(model(), basis="krylov") == "krylov"
+    for arguments in ({"krylov_dim": 20}, {"curvature": "hessian"}, {"loss": "mean l2 relative error"}):
+        assert basis_of(model(), **arguments) == "krylov"
+    x = np.linspace(0, 1, 5)[:, None]
+    assert basis_of(dde.Model(dde.data.DataSet(x, x, x, x), network())) == "krylov"
+    room = 5 * 400 * 8 * sum(p.numel() for p in model().net.parameters())
+    assert basis_of(model(), memory_budget=room) == "rational"
+    assert basis_of(model(), memory_budget=room - 1) == "krylov"
+    monkeypatch.setattr(rational, "at_hand", lambda device: room)  # not all of it may be taken
+    assert basis_of(model()) == "krylov"
+    assert basis_of(model(), basis="rational") == "rational"
+    monkeypatch.setattr(rational, "at_hand", lambda device: 2 * room)
+    assert basis_of(model()) == "rational"
+    dde.config.set_default_float("float32")
+    assert basis_of(model()) == "krylov"
 
 
 @pytest.mark.parametrize("precision", ["float32", "float64"])
@@ -155,7 +181,7 @@ def test_the_rational_basis_with_all_kinds_of_terms() -> None:
 def test_steps_are_those_of_a_closure_written_by_hand() -> None:
     m = model()
     start = {name: p.clone() for name, p in m.net.state_dict().items()}
-    compile_ksd(m, loss_weights=[2, 50], verbose=0)
+    compile_ksd(m, loss_weights=[2, 50], basis="krylov", verbose=0)
     m.train(iterations=3, display_every=1, verbose=0)
     by_hand = network()
     by_hand.load_state_dict(start)
@@ -198,34 +224,27 @@ def inverse() -> tuple[Any, torch.Tensor]:
     return dde.Model(data, network()), c
 
 
-def test_inverse_problem_and_exact_resume(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("basis", "iterations"), [("krylov", (6, 9)), ("rational", (60, 20))])
+def test_inverse_problem_and_exact_resume(basis: Any, iterations: tuple[int, int], tmp_path: Path) -> None:
     whole, c = inverse()
-    compile_ksd(whole, external_trainable_variables=c, loss_weights=[1, 100], verbose=0)
-    whole.train(iterations=6, display_every=100, verbose=0)
+    optimizer = compile_ksd(whole, external_trainable_variables=c, loss_weights=[1, 100], basis=basis, verbose=0)
+    whole.train(iterations=iterations[0], display_every=100, verbose=0)
     path = whole.save(str(tmp_path / "model"))
-    whole.train(iterations=9, display_every=100, verbose=0)
-    assert c.item() == pytest.approx(np.pi**2, rel=1e-3)
+    whole.train(iterations=iterations[1], display_every=100, verbose=0)
+    assert c.item() == pytest.approx(np.pi**2, rel=1e-3 if basis == "krylov" else 1e-2)
+    assert basis == "krylov" or rows_together(optimizer)
 
     resumed, again = inverse()
-    compile_ksd(resumed, external_trainable_variables=[again], loss_weights=[1, 100], verbose=0)
-    resumed.train(iterations=9, display_every=100, model_restore_path=path, verbose=0)
+    compile_ksd(resumed, external_trainable_variables=[again], loss_weights=[1, 100], basis=basis, verbose=0)
+    resumed.train(iterations=iterations[1], display_every=100, model_restore_path=path, verbose=0)
     assert torch.equal(again, c)
     for p, q in zip(whole.net.parameters(), resumed.net.parameters(), strict=True):
         assert torch.equal(p, q)
 
     without, _ = inverse()
-    compile_ksd(without, verbose=0)
+    compile_ksd(without, basis=basis, verbose=0)
     with pytest.raises(ValueError, match="external_trainable_variables"):
         without.restore(path)
-
-
-def test_an_inverse_problem_with_the_rational_basis() -> None:
-    m, c = inverse()
-    arguments: dict[str, Any] = {"loss_weights": [1, 100], "basis": "rational"}
-    optimizer = compile_ksd(m, external_trainable_variables=c, verbose=0, **arguments)
-    m.train(iterations=60, display_every=60, verbose=0)
-    assert c.item() == pytest.approx(np.pi**2, rel=1e-2)
-    assert rows_together(optimizer)
 
 
 def test_points_may_be_resampled() -> None:
@@ -233,7 +252,7 @@ def test_points_may_be_resampled() -> None:
     m.data.train_distribution = "pseudo"
     compile_ksd(m, loss_weights=[1, 100], verbose=0)
     before = m.data.train_x_all
-    m.train(iterations=15, display_every=20, callbacks=[dde.callbacks.PDEPointResampler(period=3)], verbose=0)
+    m.train(iterations=60, display_every=60, callbacks=[dde.callbacks.PDEPointResampler(period=3)], verbose=0)
     assert not np.array_equal(m.data.train_x_all, before)
     assert error(m) < 1e-3
 

@@ -19,10 +19,12 @@ EXAMPLES = Path(__file__).parent.parent.parent / "examples"
         ("lightning_regression.py", "--steps", "4"),
         ("trainer_text.py", "--steps", "2"),
         ("skorch_cross_validation.py", "--epochs", "1"),
-        ("deepxde_poisson.py", "--seconds", "0.2"),
-        ("pina_poisson.py", "--epochs", "2"),
+        ("deepxde_poisson.py", "--seconds", "0.2", "--basis", "rational"),
+        ("deepxde_poisson.py", "--seconds", "0.2", "--basis", "krylov"),
+        ("pina_poisson.py", "--epochs", "2", "--basis", "rational"),
+        ("pina_poisson.py", "--epochs", "2", "--basis", "krylov"),
     ],
-    ids=lambda command: str(command[0]),
+    ids=lambda command: f"{command[0]}-{command[-1]}",
 )
 def test_it_runs_and_draws(command: tuple[str, ...], tmp_path: Path) -> None:
     """In a process of its own: DeepXDE chooses its backend when it is imported, and the loops set global state."""

@@ -33,7 +33,7 @@ from pina.problem import InverseProblem, SpatialProblem
 from pina.solver import GradientPhysicsInformedSingleModelSolver, RBAPhysicsInformedSingleModelSolver
 from pina.weighting import ScalarWeighting, SelfAdaptiveWeighting
 
-from krylov_descent import KSD, StepReport
+from krylov_descent import KSD, StepReport, rational
 from krylov_descent.integrations.pina import KSDPINN, KSDSolver, KSDSupervisedSolver
 from krylov_descent.rational import RationalBuilder
 
@@ -171,10 +171,27 @@ def rows_together(solver: Any) -> bool:
     return builder._sketcher.together
 
 
+def basis_of(solver: Any) -> str:
+    solver.configure_optimizers()
+    return "rational" if isinstance(solver.optimizer.instance._builder, RationalBuilder) else "krylov"
+
+
+def test_the_basis_that_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rational one for squared residuals in float64, if it fits; and the Krylov basis elsewhere."""
+    assert basis_of(KSDPINN(poisson(), network())) == "krylov"
+    rational_one = KSDPINN(poisson(), network())
+    rational_one.double()  # as Trainer(precision="64-true") does, when the solver is there already
+    assert basis_of(rational_one) == "rational"
+    assert basis_of(KSDPINN(poisson(), network().double(), optimizer=TorchOptimizer(KSD, krylov_dim=9))) == "krylov"
+    assert basis_of(KSDPINN(poisson(), network().double(), loss=torch.nn.L1Loss())) == "krylov"
+    monkeypatch.setattr(rational, "at_hand", lambda device: 1 << 20)
+    assert basis_of(KSDPINN(poisson(), network().double())) == "krylov"
+
+
 def test_the_rational_basis() -> None:
     weighting = ScalarWeighting({"left": 10.0, "right": 10.0, "D": 1.0})
-    rational = TorchOptimizer(KSD, basis="rational")
-    solver = KSDPINN(poisson(), network(), optimizer=rational, weighting=weighting)
+    optimizer = TorchOptimizer(KSD, basis="rational")
+    solver = KSDPINN(poisson(), network(), optimizer=optimizer, weighting=weighting)
     train(solver, 60)
     assert error(solver) < 1e-2
     assert rows_together(solver)

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from krylov_descent.atomic import AsBefore
 from krylov_descent.base import ClosureOptimizer, whole
 from krylov_descent.baselines.backtracking import Nearby, armijo, backtrack, new_damping
 from krylov_descent.baselines.conjugate_gradient import CGResult, Iterate, conjugate_gradient
@@ -40,7 +41,7 @@ from krylov_descent.precondition import Fisher, FisherPreconditioner
 from krylov_descent.report import StepReport, StopReason
 from krylov_descent.sets import FullBatch, StepSets
 from krylov_descent.state import read_vector, write_vectors
-from krylov_descent.stepping import Clock, pass_with_statistics, require_finite, restoring
+from krylov_descent.stepping import Clock, pass_with_statistics, require_finite
 
 _QUARTER = 4  # a curvature set of A/4 if the sets leave it open: 5,000 of the 20,000 of CURVES
 _POWER = 0.75  # of the preconditioner
@@ -142,24 +143,25 @@ class HessianFree(ClosureOptimizer):
             What happened; ``float(report)`` is the loss before the step.
 
         Raises:
-            ValueError: the closure cannot be used, with the remedy; the parameters are then as before.
+            ValueError: the closure cannot be used, with the remedy; everything is then as before.
         """
         no_inference_mode()
         parameters = self._parameters()
         numbers = self.state.get(self._first_parameter(), {})
         iteration = int(numbers.get("iteration", 0))
         damping = float(numbers.get("damping", self._damping))
-        with torch.enable_grad(), self._full_precision():
+        theta = parameters.read()
+        with AsBefore(parameters, lambda: theta, self.state), torch.enable_grad(), self._full_precision():
             objective = self._objective(closure, sets, parameters)
             draw = (FullBatch() if sets is None else sets).draw(iteration, krylov_dim=_QUARTER)
             if iteration == 0:
                 check_consistency(objective, draw, curvature_of_outputs=self._curvature != "hessian")
             last = read_vector(self.state, parameters, "cg_solution", partial=True)
             report, last = self._step(objective, draw, iteration, damping, last)
-        write_vectors(self.state, parameters, {"cg_solution": last})
-        self.state[self._first_parameter()].update(
-            iteration=iteration + 1, damping=new_damping(damping, report.rho) if report.grad_norm > 0 else damping
-        )
+            write_vectors(self.state, parameters, {"cg_solution": last})
+            self.state[self._first_parameter()].update(
+                iteration=iteration + 1, damping=new_damping(damping, report.rho) if report.grad_norm > 0 else damping
+            )
         return report
 
     def _step(
@@ -181,16 +183,15 @@ class HessianFree(ClosureOptimizer):
 
         reason, rho, rate, after = solution.stop_reason, math.nan, 0.0, losses.mean
         theta = objective.point()
-        with restoring(objective, lambda: theta):
-            nearby = Nearby(objective, draw, theta, losses.mean)
-            if bool(solution.iterates[-1].x.any()):  # zero if CG ended where it began
-                (_, x, phi), value = backtrack(nearby.on_A, solution.iterates)
-                rho = nearby.rho(x, value, phi - 0.5 * damping * float(torch.dot(x, x)))
-                slope = float(torch.dot(g, x))
-                rate, after = armijo(lambda rate: nearby.on_A(x, rate), losses.mean, slope, value)
-                parameters.write(theta.add(x, alpha=rate) if rate else theta)
-                if rate == 0:
-                    reason = StopReason.NOISE if nearby.finite else StopReason.NON_FINITE
+        nearby = Nearby(objective, draw, theta, losses.mean)
+        if bool(solution.iterates[-1].x.any()):  # zero if CG ended where it began
+            (_, x, phi), value = backtrack(nearby.on_A, solution.iterates)
+            rho = nearby.rho(x, value, phi - 0.5 * damping * float(torch.dot(x, x)))
+            slope = float(torch.dot(g, x))
+            rate, after = armijo(lambda rate: nearby.on_A(x, rate), losses.mean, slope, value)
+            parameters.write(theta.add(x, alpha=rate) if rate else theta)
+            if rate == 0:
+                reason = StopReason.NOISE if nearby.finite else StopReason.NON_FINITE
         clock.lap("backtracking")
 
         report = HessianFreeReport(

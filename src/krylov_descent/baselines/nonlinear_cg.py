@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from krylov_descent.atomic import AsBefore
 from krylov_descent.base import ClosureOptimizer
 from krylov_descent.baselines.line_search import Trial, strong_wolfe
 from krylov_descent.closure import no_inference_mode
@@ -24,7 +25,7 @@ from krylov_descent.parameters import ParameterVector
 from krylov_descent.report import StepReport, StopReason
 from krylov_descent.sets import FullBatch, StepSets
 from krylov_descent.state import read_vector, write_vectors
-from krylov_descent.stepping import Clock, require_finite, restoring
+from krylov_descent.stepping import Clock, require_finite
 
 _GROWTH = 10.0  # of the first trial over the last step
 
@@ -70,13 +71,14 @@ class NonlinearCG(ClosureOptimizer):
             What happened; ``float(report)`` is the loss before the step.
 
         Raises:
-            ValueError: the closure cannot be used, with the remedy; the parameters are then as before.
+            ValueError: the closure cannot be used, with the remedy; everything is then as before.
         """
         no_inference_mode()
         clock, parameters = Clock(), self._parameters()
         numbers = dict(self.state.get(self._first_parameter(), {}))
         iteration = int(numbers.get("iteration", 0))
-        with torch.enable_grad(), self._full_precision():
+        theta = parameters.read()
+        with AsBefore(parameters, lambda: theta, self.state), torch.enable_grad(), self._full_precision():
             objective = self._objective(closure, sets, parameters)
             draw = (FullBatch() if sets is None else sets).draw(iteration, krylov_dim=1)
             if iteration == 0:
@@ -85,16 +87,14 @@ class NonlinearCG(ClosureOptimizer):
             grad_norm = float(torch.linalg.vector_norm(start.g))
             require_finite(start.f, grad_norm)
             clock.lap("gradient")
-            theta = objective.point()
-            with restoring(objective, lambda: theta):
-                search = _Search(objective, draw, start)
-                if grad_norm > 0:
-                    search.run(p, numbers.get("last"))
-                found = search.found
-                parameters.write(start.x if found is None else found.x)
+            search = _Search(objective, draw, start)
+            if grad_norm > 0:
+                search.run(p, numbers.get("last"))
+            found = search.found
+            parameters.write(start.x if found is None else found.x)
             clock.lap("search")
+            self._remember(parameters, iteration + 1, search)
         self._identity = identity
-        self._remember(parameters, iteration + 1, search)
         return StepReport(
             iteration=iteration,
             loss=start.f,

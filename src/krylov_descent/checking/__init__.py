@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from krylov_descent.base import whole
-from krylov_descent.checking import call, memory, parameters, rules, samples, timing, twice
+from krylov_descent.checking import call, choice, memory, parameters, rules, samples, timing, twice
 from krylov_descent.checking.advice import line
 from krylov_descent.checking.as_found import Buffers, as_found
 from krylov_descent.checking.finding import CheckReport, Finding, split_remedy
@@ -120,6 +120,7 @@ def _findings(problem: Problem, available_memory: int | None) -> Iterator[Findin
     yield from _without_raising("fisher", rules.fisher(problem))
     yield from _without_raising("memory", memory.memory(problem, available_memory))
     yield from _without_raising("time", timing.timing(problem))
+    yield from _without_raising("basis", choice.choice(problem))
 
 
 def _without_raising(name: str, findings: Iterator[Finding]) -> Generator[Finding, None, bool]:

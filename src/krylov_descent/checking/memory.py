@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 
-from krylov_descent.budget import Need, Storage
+from krylov_descent.budget import Need, Storage, at_hand, share
 from krylov_descent.checking.finding import Finding, bytes_in_words
 from krylov_descent.checking.problem import Problem
 from krylov_descent.curvature import CURVATURES, CurvatureProduct
 
 _ANYTHING = 1 << 62  # a budget that keeps everything and still measures
-_SHARE = 0.8  # of the memory at hand that may be taken
 
 
 def memory(problem: Problem, available: int | None) -> Iterator[Finding]:
@@ -24,15 +22,17 @@ def memory(problem: Problem, available: int | None) -> Iterator[Finding]:
     batch, parts = problem.first_microbatch("B")
     kind = CURVATURES[problem.working]
     graphs = CurvatureProduct(kind, problem.objective, [batch], memory_budget=_ANYTHING).kept_bytes * parts
-    at_hand = _available(problem.parameters.device) if available is None else available
+    if available is None:
+        available = at_hand(problem.parameters.device)
+    budget = _ANYTHING if available is None else share(available)
+    problem.room = budget - graphs
     bases = ", ".join(f"{bytes_in_words(x.basis)} for K = {K}" for K, x in need.items())
     detail = f"basis {bases}; graphs of B {bytes_in_words(graphs)}"
     basis = need[problem.krylov_dim].basis
-    if at_hand is None or basis + graphs <= _SHARE * at_hand:
+    if available is None or basis + graphs <= budget:
         yield Finding("memory", "ok", detail)
         return
-    detail += f"; at hand {bytes_in_words(at_hand)}"
-    budget = int(_SHARE * at_hand)
+    detail += f"; at hand {bytes_in_words(available)}"
     if basis <= budget:
         problem.line["memory_budget"] = str(budget)
         remedy = (
@@ -57,16 +57,3 @@ def _need(problem: Problem, K: int, storage: Storage = Storage()) -> Need:  # no
     parameters = problem.parameters
     vectors = min(K, parameters.count) + 1
     return Need(_ANYTHING, vectors, parameters.numel, parameters.dtype, parameters.device, storage)
-
-
-def _available(device: torch.device) -> int | None:
-    """Bytes at hand, as far as the system tells."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    if device.type == "cpu":
-        try:
-            lines = Path("/proc/meminfo").read_text().splitlines()
-            return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
-        except (OSError, StopIteration):
-            pass
-    return None

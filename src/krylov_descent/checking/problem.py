@@ -44,6 +44,7 @@ class Problem:
         unused: the parameters, by index, that the loss does not depend on.
         bypass: the part of the gradient that does not pass through the outputs.
         working: the curvature to use: the one asked for, or one that was found to work where that does not.
+        room: bytes that a step may take beside the graphs of B; None before the memory was looked at.
         line: arguments of ``KSD`` that differ from the defaults.
     """
 
@@ -72,6 +73,7 @@ class Problem:
         self.unused: set[int] = set()
         self.bypass = 0.0
         self.working: Curvature | None = curvature
+        self.room: int | None = None
         self.line: dict[str, str] = {}
 
     def load(self) -> None:

@@ -45,8 +45,8 @@ def timing(problem: Problem) -> Iterator[Finding]:
     yield Finding(
         "time",
         "ok",
-        f"estimated {_in_words(seconds.step)} a step: gradient {_in_words(seconds.gradient)}, basis "
-        f"{_in_words(seconds.basis)}, search {_in_words(seconds.search)} ({_EVALUATIONS} evaluations)",
+        f"estimated {_in_words(seconds.step)} a step with the Krylov basis: gradient {_in_words(seconds.gradient)}, "
+        f"basis {_in_words(seconds.basis)}, search {_in_words(seconds.search)} ({_EVALUATIONS} evaluations)",
     )
 
 

@@ -21,12 +21,13 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from krylov_descent.optimizer import KSD
+from krylov_descent.rational import Rational, fitting_basis
 from krylov_descent.report import StepReport
 from krylov_descent.run import NOTHING_FOUND, EndReason, in_vain
 
@@ -35,6 +36,10 @@ os.environ.setdefault("DDE_BACKEND", "pytorch")  # DeepXDE chooses at its import
 import deepxde
 
 _VARIABLES = "external_trainable_variables"
+# Their residuals are of one point each. Operators, integrals and fractional derivatives mix points: then rows of a
+# sketch take a backward pass each.
+_ORDINARY = (deepxde.data.PDE, deepxde.data.TimePDE)
+_FOR_KRYLOV = {"curvature", "preconditioner", "storage"}  # arguments of KSD that the rational basis has no use for
 
 
 def compile_ksd(
@@ -45,7 +50,8 @@ def compile_ksd(
     loss_weights: Sequence[float] | None = None,
     external_trainable_variables: Any = None,
     verbose: int = 1,
-    krylov_dim: int = 50,
+    basis: Literal["krylov", "rational"] | Rational | None = None,
+    krylov_dim: int | None = None,
     on_report: Callable[[StepReport], object] | None = None,
     **ksd: Any,
 ) -> KSD:
@@ -61,13 +67,15 @@ def compile_ksd(
         external_trainable_variables: as for ``model.compile``. Unlike with DeepXDE's own optimizers, ``model.save``
             keeps their values, and ``model.restore`` brings them back.
         verbose: as for ``model.compile``.
-        krylov_dim: K. These networks are small and ill-conditioned: 14 seconds of one core end at a loss of 1.5e-3
-            with K = 20, of 2.8e-6 with 50 (L-BFGS: 2.4e-4; examples/deepxde_poisson.py --krylov-dim, 2026-11-15).
+        basis: as for ``KSD``. None takes "rational" for the mean squared residuals of a ``dde.data.PDE`` or ``TimePDE``
+            in float64, if its sketch fits in memory; and "krylov" elsewhere, or if other arguments are for that:
+            ``krylov_dim``, ``curvature``, ``preconditioner``, ``storage``. docs/integrations.md has figures.
+        krylov_dim: K of the Krylov basis, 50 unless given. These networks are small and ill-conditioned: 14 seconds of
+            one core end at a loss of 1.5e-3 with K = 20, of 2.8e-6 with 50 (examples/deepxde_poisson.py --basis krylov
+            --krylov-dim, 2026-11-15).
         on_report: called with the ``StepReport`` of each step: a writer of ``krylov_descent.writers``, or
             ``reports.append``.
         **ksd: other arguments of ``KSD``. An "l2" regularisation of the network becomes its ``weight_decay``.
-            ``basis="rational"`` takes more and cheaper steps, and no ``krylov_dim``; docs/integrations.md has a figure.
-            Neither is ahead everywhere: try both.
 
     Returns:
         The optimizer, which is ``model.opt`` too.
@@ -87,7 +95,7 @@ def compile_ksd(
         >>> model = dde.Model(data, dde.nn.FNN([1, 16, 16, 1], "tanh", "Glorot uniform"))
         >>> with contextlib.redirect_stdout(io.StringIO()):  # DeepXDE prints as it goes
         ...     optimizer = compile_ksd(model, loss_weights=[1, 100])
-        ...     history, state = model.train(iterations=8, display_every=4)
+        ...     history, state = model.train(iterations=30, display_every=10)
         >>> bool(sum(history.loss_train[-1]) < 1e-2 * sum(history.loss_train[0]))
         True
     """
@@ -109,7 +117,12 @@ def compile_ksd(
         groups[0]["weight_decay"] = factor
     if variables:
         groups.append({"params": variables, "weight_decay": 0.0})
-    optimizer = KSD(groups, krylov_dim=krylov_dim, **ksd)
+    if basis is None:
+        for_krylov = krylov_dim is not None or not _FOR_KRYLOV.isdisjoint(ksd)
+        ordinary = type(model.data) in _ORDINARY and loss == "MSE" and not for_krylov
+        trained = [p for group in groups for p in group["params"]]
+        basis = fitting_basis(trained, ksd.get("memory_budget")) if ordinary else "krylov"
+    optimizer = KSD(groups, basis=basis, krylov_dim=50 if krylov_dim is None else krylov_dim, **ksd)
     _keep_values(optimizer, variables)
     residuals = _Residuals()
     functions = deepxde.losses.get(loss)

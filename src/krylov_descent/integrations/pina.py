@@ -15,8 +15,9 @@ Points may change between epochs (``R3Refinement``), and ``SwitchOptimizer`` may
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from types import NoneType
 from typing import Any
 
 from pina.optim import TorchOptimizer
@@ -32,6 +33,7 @@ from torch import Tensor, nn
 
 from krylov_descent.base import ClosureOptimizer
 from krylov_descent.optimizer import KSD
+from krylov_descent.rational import fitting_basis
 from krylov_descent.report import StepReport
 
 _UNKNOWN = "unknown_parameters"
@@ -43,6 +45,15 @@ _MOVING = (
 )
 
 
+class _Fitting(TorchOptimizer):  # type: ignore[misc]
+    """Chooses the basis when parameters are of the dtype and on the device on which they are trained."""
+
+    def hook(self, parameters: Iterable[Tensor]) -> None:
+        parameters = list(parameters)
+        self.kwargs["basis"] = fitting_basis(parameters)
+        super().hook(parameters)
+
+
 class KSDSolver(SingleModelSolver):  # type: ignore[misc]
     """Makes a single-model solver of PINA train by KSD; stands first among the bases.
 
@@ -52,9 +63,9 @@ class KSDSolver(SingleModelSolver):  # type: ignore[misc]
     Args:
         problem: as for any solver.
         model: as for any solver.
-        optimizer: ``TorchOptimizer(KSD, krylov_dim=20)`` for other settings than the default, K = 50: these networks
-            are small and ill-conditioned (``krylov_descent.integrations.deepxde`` has figures).
-            ``TorchOptimizer(KSD, basis="rational")`` for the rational basis.
+        optimizer: ``TorchOptimizer(KSD, ...)`` for other settings than the default: ``basis="rational"`` for the mean
+            squared residuals of a ``KSDPINN`` in float64, if its sketch fits in memory, and K = 50 of the Krylov basis
+            elsewhere. docs/integrations.md has figures.
         **arguments: of the solver: ``weighting``, ``loss``, ...
 
     Attributes:
@@ -82,7 +93,11 @@ class KSDSolver(SingleModelSolver):  # type: ignore[misc]
             )
         self._collected: list[Tensor] | None = None
         self._silent = False
-        super().__init__(problem, model, optimizer=optimizer or TorchOptimizer(KSD, krylov_dim=50), **arguments)
+        if optimizer is None:
+            squares = isinstance(arguments.get("loss"), (nn.MSELoss, NoneType))
+            ordinary = squares and isinstance(self, PhysicsInformedSingleModelSolver)
+            optimizer = (_Fitting if ordinary else TorchOptimizer)(KSD, krylov_dim=50)
+        super().__init__(problem, model, optimizer=optimizer, **arguments)
         self.automatic_optimization = False
         self.loss.register_forward_pre_hook(self._collect)
         clamp = self._clamp_params  # PINA's, called within each evaluation; KSD's trial points are not its to move

@@ -1,0 +1,123 @@
+"""Which basis to begin with: the rational one where it was seen to win, and the Krylov basis elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from krylov_descent.checking.finding import Finding, bytes_in_words, split_remedy
+from krylov_descent.checking.problem import Problem
+from krylov_descent.optimizer import KSD
+from krylov_descent.rational import Rational, against_rational, sketch_bytes
+from krylov_descent.sketch import Sketcher
+
+_FEW = 20  # rows that are drawn, to see whether they can be had
+
+
+def choice(problem: Problem) -> Iterator[Finding]:
+    """Advice, with the reason."""
+    if problem.working is None or problem.room is None:
+        return
+    if problem.draw.grows:
+        problem.line["**DEEP"] = ""
+        yield Finding(
+            "basis",
+            "ok",
+            "one direction and the last step: sets that grow ask for many cheap steps, with a preconditioner that sees "
+            "layers; memory and time above are those of K Krylov vectors and the Fisher diagonal",
+            "KSD(model.parameters(), **DEEP).",
+        )
+        return
+    numel, dtype = problem.parameters.numel, problem.parameters.dtype
+    why = _against(problem) or against_rational(numel, dtype, problem.room) or _unusable(problem)
+    if why is not None:
+        yield Finding("basis", "ok", f"krylov: {why}")
+        return
+    problem.line["basis"] = "'rational'"
+    yield Finding(
+        "basis",
+        "ok",
+        "rational: the closure differentiates the network, every step sees all residuals, and "
+        f"{bytes_in_words(sketch_bytes(Rational().rows, numel, dtype))} hold a sketch of them; on physics-informed "
+        "networks, its many cheap steps along the Gauss–Newton flow end lower",
+        "KSD(basis='rational'); where it stands still, as at sharp fronts, KSD(basis='krylov').",
+    )
+
+
+def _against(problem: Problem) -> str | None:
+    """What of the problem as it was given speaks against the rational basis."""
+    if problem.sets is not None:
+        return "basis='rational' was measured where every step sees all samples, and not with sets"
+    if problem.bypass > 0:
+        return "basis='rational' does not see the part of the loss that does not pass through the outputs"
+    assert problem.working is not None
+    try:
+        KSD(problem.parameters.params, basis="rational", curvature=problem.working)
+    except ValueError as error:
+        return _what_happened(error)
+    if not _least_squares(problem):
+        return "basis='rational' wins on least squares, and this loss is not quadratic in the outputs"
+    if not _differentiates(problem):
+        return "of fits without derivatives of the network, either basis wins some; try KSD(basis='rational') too"
+    return None
+
+
+class _Differentiations(TorchFunctionMode):
+    """While active, counts calls of ``torch.autograd.grad``."""
+
+    count = 0
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Iterable[Any], args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        self.count += func is torch.autograd.grad
+        return func(*args, **(kwargs or {}))
+
+
+def _differentiates(problem: Problem) -> bool:
+    """Whether the closure differentiates inside, as those of physics-informed networks do."""
+    calls = _Differentiations()
+    with calls:
+        problem.objective.evaluate(problem.batch)
+    return calls.count > 0
+
+
+def _least_squares(problem: Problem) -> bool:
+    """Whether the loss is quadratic in the outputs: its third derivative is zero."""
+    evaluation = problem.objective.evaluate(problem.batch)
+    terms: list[Tensor] = [evaluation.loss]
+    for order in (1, 2, 3):
+        total = sum((term * _weights(term)).sum() for term in terms)
+        if not isinstance(total, Tensor) or not total.requires_grad:
+            return order == 3  # a linear loss has no curvature at all
+        try:
+            found = torch.autograd.grad(total, evaluation.outputs, create_graph=order < 3, allow_unused=True)
+        except RuntimeError:  # an operation that cannot be differentiated so often
+            return False
+        terms = [x for x in found if x is not None]
+    return not any(bool(term.any()) for term in terms)
+
+
+def _weights(x: Tensor) -> Tensor:
+    """Numbers in no pattern that a sum of derivatives could cancel in."""
+    return torch.linspace(1, 2, max(1, x.numel()), dtype=x.dtype, device=x.device)[: x.numel()].view_as(x).sin()
+
+
+def _unusable(problem: Problem) -> str | None:
+    """What a few rows tell of all."""
+    sketcher = Sketcher(_FEW)
+    try:
+        sketcher.draw(problem.objective, [problem.batch], (0,))
+    except ValueError as error:
+        return _what_happened(error)
+    if sketcher.together:
+        return None
+    return "every row of the sketch of basis='rational' would take a backward pass of its own here, which is slow"
+
+
+def _what_happened(error: ValueError) -> str:
+    return split_remedy(str(error))[0].rstrip(".")

@@ -1,0 +1,64 @@
+"""How much of what a step expects do other samples confirm? What tells sets when to grow.
+
+Letters: g the gradient on A and d the step found there; g′ and H′ the gradient and the curvature on the next A and B,
+drawn without regard to d, where d has led.
+
+A step begins with the slope gᵀd on its own samples. On others it began with g′ᵀd − dᵀH′d: the slope with which it ends,
+followed back by their curvature. The ratio of the two is the share of the direction that is no fit to A alone. H′ costs
+nothing, as d is the next step's d_prev; g′ᵀd is an inner product. (Own samples cannot tell: they are bent along d many
+times as much as others, d being made of their gradients.)
+
+While the share is below one half, the noise of the gradient is larger than the gradient, in the metric of the step: a
+direction from twice the samples is about twice as good, so that larger sets cost nothing per sample, and save what a
+step costs beside them. Above it they would begin to cost.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+_FEWEST = 20  # steps before a mean is believed: one slope scatters as those of a few hundred samples do
+_MEMORY = 0.95
+_HALF = 0.5
+
+
+@dataclass(frozen=True)
+class Confirmation:
+    """Running means since the sets last grew, plain numbers that a state can hold.
+
+    Attributes:
+        slope: −gᵀd of the last step, not judged yet; 0 if there was none.
+        expected: the mean of −gᵀd.
+        confirmed: the mean of what other samples say of it.
+        judged: steps in these means.
+    """
+
+    slope: float = 0.0
+    expected: float = 0.0
+    confirmed: float = 0.0
+    judged: float = 0.0
+
+    def after(self, confirmed: float) -> Confirmation:
+        """With the last step judged: ``confirmed`` is dᵀH′d − g′ᵀd.
+
+        Example:
+            >>> Confirmation(slope=2.0).after(0.5)
+            Confirmation(slope=0.0, expected=2.0, confirmed=0.5, judged=1.0)
+        """
+        if not 0 < self.slope < math.inf or not math.isfinite(confirmed):
+            return replace(self, slope=0.0)
+        judged = self.judged + 1
+        e = min(_MEMORY, 1 - 1 / judged)
+        seen = max(-self.slope, min(self.slope, confirmed))  # a step far from the quadratic model counts no more
+        return Confirmation(0.0, e * self.expected + (1 - e) * self.slope, e * self.confirmed + (1 - e) * seen, judged)
+
+    @property
+    def share(self) -> float:
+        """Of the expected slope that other samples confirm."""
+        return self.confirmed / self.expected if self.expected > 0 else 1.0
+
+    @property
+    def too_little(self) -> bool:
+        """Whether larger sets pay."""
+        return self.judged >= _FEWEST and self.share < _HALF

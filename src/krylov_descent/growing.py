@@ -1,0 +1,111 @@
+"""Sets that begin small and grow when steps found on them go too far for other samples."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+from krylov_descent.data import Draw, Subsets
+from krylov_descent.loading import Device
+from krylov_descent.sample_set import SampleSet
+
+_FACTOR = 1.5  # of one growth
+_CURVATURE = 4  # B is a quarter of A
+
+
+class Growing(Subsets):
+    """Draws, at every step, a fresh set A = C and a quarter of it as B: few samples at first, more when noise demands.
+
+    For deep networks and much data, with ``KSD(model.parameters(), **DEEP)``. A step that was found on few samples is
+    in part a fit to these alone: what the next step's samples say of it tells (``krylov_descent.confirmation``). Where
+    on average they confirm less than half of it, the sets grow by half; at all samples they stay. No schedule,
+    nothing to set. ``report.set_sizes`` has the sizes, ``report.notes`` says why they
+    changed. The sets depend on ``seed``, the iteration and the number of growths, which the optimizer remembers.
+
+    Args:
+        data: as for ``Subsets``.
+        batch_size: the largest number of samples in a micro-batch.
+        start: the samples of the first A; all of them where there are fewer.
+        seed: any integer.
+        collate_fn, num_workers, device: as for ``Subsets``.
+
+    Example:
+        >>> import torch
+        >>> from krylov_descent import DEEP, KSD, Growing
+        >>> x = torch.randn(2000, 8, generator=torch.Generator().manual_seed(0))
+        >>> y = torch.sin(x.sum(1, keepdim=True))
+        >>> _ = torch.manual_seed(0)
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1))
+        >>> optimizer, sets = KSD(model.parameters(), **DEEP), Growing((x, y), batch_size=1000, seed=0)
+        >>> def closure(batch):
+        ...     r = model(batch[0]) - batch[1]
+        ...     return r.square().mean(), r
+        >>> reports = [optimizer.step(closure, sets) for _ in range(50)]
+        >>> reports[0].set_sizes
+        {'A': 500, 'B': 125, 'C': 500}
+        >>> reports[-1].loss < 0.2 * reports[0].loss
+        True
+    """
+
+    def __init__(
+        self,
+        data: Any,
+        *,
+        batch_size: int,
+        start: int = 500,
+        seed: int,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        num_workers: int = 0,
+        device: Device = None,
+    ) -> None:
+        super().__init__(
+            data, batch_size=batch_size, seed=seed, collate_fn=collate_fn, num_workers=num_workers, device=device
+        )
+        if not isinstance(start, int) or isinstance(start, bool) or start < 1:
+            raise ValueError(f"start is {start!r}, not a whole number ≥ 1. Pass the samples of the first A, 500 say.")
+        self._start = start
+
+    def __repr__(self) -> str:
+        return f"Growing({self._size} samples, batch_size={self._batch_size}, start={self._start}, seed={self._seed})"
+
+    def draw(
+        self,
+        iteration: int,
+        *,
+        krylov_dim: int,
+        search_growth: int = 0,
+        shares: range = range(1),
+        of_shares: int = 1,
+    ) -> Draw:
+        """Choose the sets of one step; nothing is loaded yet.
+
+        Args:
+            iteration: the number of the step: the same number gives the same sets.
+            krylov_dim: has no influence here.
+            search_growth: how often the sets grew.
+            shares: those that are wanted of each set, by number.
+            of_shares: into how many shares each set is cut.
+
+        Example:
+            >>> import torch
+            >>> Growing(torch.arange(10_000), batch_size=500, seed=0).draw(7, krylov_dim=1, search_growth=2).sizes
+            {'A': 1125, 'B': 282, 'C': 1125}
+        """
+        n = self._size
+        enough = math.log(max(1.0, n / self._start)) / math.log(_FACTOR)  # growths that reach all samples
+        size = n if search_growth >= enough else round(self._start * _FACTOR**search_growth)
+        cut = functools.partial(
+            SampleSet,
+            population=n,
+            batch_size=self._batch_size,
+            shares=shares,
+            of_shares=of_shares,
+            key=(self._seed, iteration),
+        )
+        a = cut(0, size)
+        return Draw(self._source, a, cut(0, -(-size // _CURVATURE)), a, grows=True)
+
+
+__all__ = ["Growing"]

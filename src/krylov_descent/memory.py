@@ -1,0 +1,39 @@
+"""What a step of KSD hands to the next."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from krylov_descent.basis import Carry
+from krylov_descent.confirmation import Confirmation
+
+
+@dataclass(frozen=True, eq=False)
+class Memory:
+    """What a step hands to the next: everything a resumed run needs.
+
+    Attributes:
+        iteration: of the step to come, from 0.
+        seed: of the sign probes.
+        d_prev: the last step [P_local], or None; or what a builder wants remembered in its place, if none was taken.
+        accepted: the point [P_local] from which it was taken, or None if there is nothing to go back to.
+        accepted_loss: f on A there.
+        search_growth: how often C was doubled, or the sets grew.
+        carry: for the builder, where it adapts.
+        confirmation: of the last steps by samples that they have not seen, where sets grow.
+        factors: of a preconditioner that remembers, by name.
+    """
+
+    iteration: int
+    seed: int
+    d_prev: Tensor | None = None
+    accepted: Tensor | None = None
+    accepted_loss: float = math.inf
+    search_growth: int = 0
+    carry: Carry | None = None
+    confirmation: Confirmation | None = None
+    factors: Mapping[str, Tensor] | None = None

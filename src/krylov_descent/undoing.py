@@ -1,0 +1,55 @@
+"""Was the last step a good one? If not, back to the point before it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from krylov_descent.acceptance import better_before
+from krylov_descent.basis import length
+from krylov_descent.memory import Memory
+from krylov_descent.objective import BatchLosses, Objective
+from krylov_descent.report import Settlement
+from krylov_descent.sets import StepSets
+
+
+def settle(objective: Objective, draw: StepSets, memory: Memory) -> tuple[Settlement, Memory]:
+    """Judge the last step of a run as the next step would have: by f on A, here with forward passes."""
+    losses = objective.value(draw.a)
+    earlier = undoing(objective, draw, memory, losses, None)
+    if earlier is None:
+        return Settlement(losses.mean, accepted=True), memory
+    assert memory.accepted is not None
+    objective.move_to(memory.accepted)
+    return Settlement(earlier, accepted=False), undone(memory)
+
+
+def undoing(
+    objective: Objective, draw: StepSets, memory: Memory, losses: BatchLosses, g: Tensor | None
+) -> float | None:
+    """f on A before the last step, if that step is to be undone."""
+    if memory.accepted is None or memory.d_prev is None:
+        return None
+    if not unmoved(objective, memory):
+        return None  # edited since the last step: its outcome is not ours to judge
+    finite = math.isfinite(losses.mean) and (g is None or math.isfinite(length(g, objective.comm)))
+    return better_before(objective, draw, losses if finite else None, memory.accepted, memory.accepted_loss)
+
+
+def unmoved(objective: Objective, memory: Memory) -> bool:
+    """Whether θ is where the last step left it, bit for bit, on all ranks."""
+    if memory.accepted is None or memory.d_prev is None:
+        return False
+    x, left_at = objective.point(), objective.parameters.rounded(memory.accepted + memory.d_prev)
+    elsewhere = not torch.equal(x, left_at)
+    if elsewhere:  # or NaN, in what the loss does not use
+        elsewhere = bool(((x != left_at) & ~(x.isnan() & left_at.isnan())).any())
+    return not float(objective.comm.max(torch.tensor(float(elsewhere), device="cpu")))
+
+
+def undone(memory: Memory) -> Memory:
+    """The memory after going back: no last step, and a larger C."""
+    return replace(memory, d_prev=None, accepted=None, search_growth=memory.search_growth + 1)

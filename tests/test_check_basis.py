@@ -1,0 +1,175 @@
+"""``check`` advises the rational basis where it can be used and was seen to win, and says why elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from krylov_descent import KSD, CheckReport, Growing, Rational, Subsets, check
+from krylov_descent.rational import RationalBuilder, sketch_bytes
+from tests.least_squares import F64, mlp, pinn
+
+
+def advice(report: CheckReport) -> str:
+    """What was found of the basis, once, and never as something wrong."""
+    (found,) = [f for f in report.findings if f.name == "basis"]
+    assert found.status == "ok"
+    assert ("basis='rational'" in report.line) == found.detail.startswith("rational: ")
+    assert found.detail.startswith(("rational: ", "krylov: "))
+    return found.detail
+
+
+def slope(model: nn.Module, x: Tensor) -> Tensor:
+    """∂u/∂x of the network's first output: what makes a physics-informed network of a model."""
+    x = x.clone().requires_grad_()
+    (u_x,) = torch.autograd.grad(model(x)[:, 0].sum(), x, create_graph=True)
+    return u_x.reshape(len(x), -1)[:, :1]
+
+
+@pytest.mark.parametrize("krylov_dim", [20, 7])
+def test_a_physics_informed_network(krylov_dim: int) -> None:
+    model, closure = pinn()
+    report = check(closure, model, krylov_dim=krylov_dim)
+    assert report.ok
+    assert "rational: the closure differentiates the network" in advice(report)
+    assert report.line.endswith("KSD(model.parameters(), basis='rational')")
+    namespace: dict[str, Any] = {"model": model}
+    exec(report.line, namespace)
+    optimizer = namespace["optimizer"]
+    assert isinstance(optimizer._builder, RationalBuilder)
+    before = closure()[0].item()
+    for _ in range(3):
+        optimizer.step(closure)
+    assert closure()[0].item() < before
+
+
+def test_other_curvatures_have_no_rows() -> None:
+    model, closure = pinn()
+    for curvature in ("hessian", "fisher"):
+        told = advice(check(closure, model, curvature=curvature))
+        assert told.startswith("krylov: ")
+        assert f"not of curvature='{curvature}'" in told
+        with pytest.raises(ValueError, match=curvature):
+            KSD(model.parameters(), basis="rational", curvature=curvature)
+
+
+def test_sets() -> None:
+    model, x = mlp(4, 5, 3), torch.randn(60, 4, dtype=F64)
+
+    def closure(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        logits = model(batch[0])
+        return nn.functional.cross_entropy(logits, batch[1]), logits
+
+    report = check(closure, model, Subsets((x, torch.arange(60) % 3), batch_size=30, seed=0))
+    assert "not with sets" in advice(report)
+
+
+def test_rows_that_do_not_fit() -> None:
+    """By what the optimizer itself asks for: it refuses a budget of a byte less."""
+    model, closure = pinn()
+    n = sum(p.numel() for p in model.parameters())
+    taken = sketch_bytes(Rational().rows, n, F64)
+    KSD(model.parameters(), basis="rational", memory_budget=taken).step(closure)
+    with pytest.raises(ValueError, match="Use basis='krylov'"):
+        KSD(model.parameters(), basis="rational", memory_budget=taken - 1).step(closure)
+    assert advice(check(closure, model, available_memory=2 * taken)).startswith("rational: ")
+    told = advice(check(closure, model, available_memory=taken))
+    assert told.startswith(f"krylov: the sketch of basis='rational' takes {taken:,} bytes (400 rows)")
+
+
+def test_losses_that_have_no_rows() -> None:
+    model, x = mlp(2, 4, 1), torch.rand(8, 2, dtype=F64)
+
+    def plain() -> tuple[Tensor, Tensor]:
+        r = slope(model, x) - 1
+        return r.square().mean(), r
+
+    def coupled() -> tuple[Tensor, Tensor]:
+        loss, r = plain()
+        return loss + r.mean().square(), r
+
+    def beside() -> tuple[Tensor, Tensor]:
+        loss, r = plain()
+        return loss + sum(p.square().sum() for p in model.parameters()), r
+
+    assert advice(check(plain, model)).startswith("rational: ")
+    assert "couples rows of the outputs" in advice(check(coupled, model))
+    assert "does not pass through the outputs" in advice(check(beside, model))
+
+
+def test_fits_without_derivatives() -> None:
+    """Either basis wins some."""
+    model, x = mlp(2, 4, 1), torch.rand(8, 2, dtype=F64)
+
+    def closure() -> tuple[Tensor, Tensor]:
+        r = model(x) - x[:, :1]
+        return r.square().mean(), r
+
+    assert advice(check(closure, model)).endswith("try KSD(basis='rational') too")
+
+
+F = nn.functional
+SQUARES = [lambda z, y: F.mse_loss(z, y), lambda z, y: ((z - y) ** 2).sum(), lambda z, y: ((z - y) * (z - y)).mean()]
+OTHERS = [
+    lambda z, y: F.cross_entropy(z, y.argmax(1)),
+    lambda z, y: F.binary_cross_entropy_with_logits(z, (y > 0).to(z.dtype)),
+    lambda z, y: (z - y).cosh().log().mean(),
+    lambda z, y: z.mean(),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, F64])
+@pytest.mark.parametrize("loss", [*SQUARES, *OTHERS])
+def test_it_is_for_least_squares(loss: Callable[[Tensor, Tensor], Tensor], dtype: torch.dtype) -> None:
+    model = mlp(2, 4, 2).to(dtype)
+    x, y = torch.rand(30, 2, dtype=dtype), torch.randn(30, 2, dtype=dtype)
+
+    def closure() -> tuple[Tensor, Tensor]:
+        z = torch.cat([model(x)[:, :1], slope(model, x)], dim=1)
+        return loss(z, y), z
+
+    told = advice(check(closure, model))
+    if loss in SQUARES and dtype == F64:
+        assert told.startswith("rational: ")
+    elif loss in SQUARES:
+        assert "was ahead in float64" in told
+    else:
+        assert "not quadratic in the outputs" in told
+
+
+def test_rows_that_take_a_backward_pass_each() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv1d(1, 3, 3), nn.Tanh(), nn.Flatten(), nn.Linear(18, 1)).double()
+    x = torch.randn(20, 1, 8, dtype=F64)
+
+    def closure() -> tuple[Tensor, Tensor]:
+        r = slope(model, x) - 1
+        return r.square().mean(), r
+
+    # Few numbers outside of linear layers have columns of their own; more do not.
+    assert advice(check(closure, model)).startswith("rational: ")
+    model[0] = nn.Conv1d(1, 20, 3).double()
+    model[3] = nn.Linear(120, 1).double()
+    assert "backward pass of its own" in advice(check(closure, model))
+
+
+@pytest.mark.parametrize("krylov_dim", [20, 7])
+def test_sets_that_grow_go_with_what_is_made_for_them(krylov_dim: int) -> None:
+    model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1))
+    x = torch.randn(200, 3)
+
+    def closure(batch: Any) -> tuple[Tensor, Tensor]:
+        r = model(batch) - batch.sum(1, keepdim=True)
+        return r.square().mean(), r
+
+    sets = Growing(x, batch_size=50, start=60, seed=0)
+    report = check(closure, model, sets, krylov_dim=krylov_dim)
+    assert report.ok
+    assert report.line == "from krylov_descent import DEEP, KSD\n\noptimizer = KSD(model.parameters(), **DEEP)"
+    scope: dict[str, Any] = {"model": model}
+    exec(report.line, scope)
+    assert scope["optimizer"].step(closure, sets).preconditioner == "kronecker"

@@ -1,0 +1,305 @@
+"""Sets that grow, what makes them grow, and runs of ``DEEP`` on them: resumed, failed, and led astray."""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+
+from krylov_descent import DEEP, KSD, Growing, Kronecker, Search, StepReport, StopReason
+from krylov_descent.closure import Evaluation
+from krylov_descent.confirmation import Confirmation
+from krylov_descent.random_root import random_roots
+
+F64 = torch.float64
+
+
+def regression(n: int, noise: float, dtype: torch.dtype = F64) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(n, 12, generator=generator, dtype=F64)
+    y = x @ torch.randn(12, 2, generator=generator, dtype=F64)
+    return x.to(dtype), (y + noise * torch.randn(n, 2, generator=generator, dtype=F64)).to(dtype)
+
+
+def network(dtype: torch.dtype = F64) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(12, 16), nn.Tanh(), nn.Linear(16, 2)).to(dtype)
+
+
+def closure_of(model: nn.Module) -> Callable[[Any], tuple[Tensor, Tensor]]:
+    def closure(batch: Any) -> tuple[Tensor, Tensor]:
+        z = model(batch[0])
+        return F.mse_loss(z, batch[1]), z
+
+    return closure
+
+
+def theta(model: nn.Module) -> Tensor:
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+
+def test_sizes_grow_by_half_up_to_all_samples() -> None:
+    sets = Growing(torch.arange(1000), batch_size=64, start=300, seed=0)
+    sizes = [sets.draw(0, krylov_dim=1, search_growth=growth).sizes for growth in (0, 1, 2, 3, 10**9)]
+    assert [size["A"] for size in sizes] == [300, 450, 675, 1000, 1000]
+    assert [size["C"] for size in sizes] == [size["A"] for size in sizes]
+    assert [size["B"] for size in sizes] == [75, 113, 169, 250, 250]
+    assert Growing(torch.arange(7), batch_size=64, seed=0).draw(0, krylov_dim=1).sizes == {"A": 7, "B": 2, "C": 7}
+
+
+def test_sets_are_fresh_at_each_step_and_the_same_for_the_same_step() -> None:
+    sets = Growing(torch.arange(1000), batch_size=64, start=100, seed=0)
+    values = [torch.cat([b.data for b in sets.draw(i, krylov_dim=1).a]) for i in (0, 1, 0)]
+    assert torch.equal(values[0], values[2])
+    assert not torch.equal(values[0], values[1])
+    assert len(set(values[0].tolist())) == 100
+    draw = sets.draw(0, krylov_dim=1)
+    assert torch.equal(torch.cat([b.data for b in draw.b]), values[0][:25])
+    assert draw.a is draw.c  # loaded once
+
+
+@pytest.mark.parametrize("start", [0, -3, 2.5, True])
+def test_a_start_that_is_no_number_of_samples(start: Any) -> None:
+    with pytest.raises(ValueError, match="not a whole number ≥ 1"):
+        Growing(torch.arange(10), batch_size=4, start=start, seed=0)
+
+
+def test_confirmation_is_the_slope_that_other_samples_began_with() -> None:
+    """Least squares with one H for all samples: dᵀH′d − g′ᵀd is minus their slope where the step began, to rounding."""
+    generator = torch.Generator().manual_seed(0)
+    H = torch.randn(5, 5, generator=generator, dtype=F64)
+    H = H @ H.T + torch.eye(5, dtype=F64)
+    centres = torch.randn(50, 5, generator=generator, dtype=F64)
+    x = torch.randn(5, generator=generator, dtype=F64)
+    d = centres[:4].mean(0) - x  # to the minimum on four samples
+    own, others = d @ H @ (x - centres[:4].mean(0)), d @ H @ (x - centres[4:].mean(0))
+    ends = d @ H @ (x + d - centres[4:].mean(0))
+    known = Confirmation(slope=-float(own)).after(float(d @ H @ d - ends))
+    assert known.share == pytest.approx(float(others / own), rel=1e-12)
+
+
+def test_confirmation_needs_several_steps_and_a_step_to_judge() -> None:
+    known = Confirmation()
+    for judged in range(22):
+        assert known.too_little == (judged >= 20)
+        known = Confirmation(1.0, known.expected, known.confirmed, known.judged).after(0.4)
+    assert known.share == pytest.approx(0.4)
+    assert Confirmation(0.0, 1.0, 0.1, 3).after(5.0) == Confirmation(0.0, 1.0, 0.1, 3)
+    assert Confirmation(1.0, 1.0, 0.1, 3).after(math.nan) == Confirmation(0.0, 1.0, 0.1, 3)
+    assert Confirmation(1.0, 0.0, 0.0, 9).after(1e9).share <= 1  # one step far from the model is one vote
+
+
+def steps(model: nn.Module, optimizer: KSD, sets: Growing, count: int) -> list[StepReport]:
+    closure = closure_of(model)
+    return [optimizer.step(closure, sets) for _ in range(count)]
+
+
+def test_noise_makes_sets_grow_and_its_absence_does_not() -> None:
+    sizes = {}
+    for noise in (0.0, 3.0):
+        model = nn.Linear(12, 2).double()
+        optimizer = KSD(model.parameters(), **DEEP)
+        sets = Growing(regression(4000, noise), batch_size=4000, start=40, seed=0)
+        reports = steps(model, optimizer, sets, 250)
+        sizes[noise] = [report.set_sizes["A"] for report in reports]
+        grew = [i for i, report in enumerate(reports) if any("confirmed" in note for note in report.notes)]
+        changed = [i for i in range(1, 250) if sizes[noise][i - 1] != sizes[noise][i]]
+        assert grew == changed  # a note says why, when it happens
+        if noise:
+            x, y = regression(4000, noise)
+            best = F.mse_loss(x @ torch.linalg.lstsq(x, y).solution, y)
+            assert F.mse_loss(model(x), y) < 1.02 * best
+    assert set(sizes[0.0]) == {40}
+    assert sizes[3.0][-1] > 400
+
+
+def test_a_point_that_was_edited_is_not_the_last_steps_doing() -> None:
+    model = network()
+    optimizer, sets = KSD(model.parameters(), **DEEP), Growing(regression(500, 1.0), batch_size=100, start=50, seed=0)
+    steps(model, optimizer, sets, 5)
+    first = next(model.parameters())
+    judged = optimizer.state[first]["judged"]
+    steps(model, optimizer, sets, 1)
+    assert optimizer.state[first]["judged"] == judged + 1
+    with torch.no_grad():
+        first.add_(0.1)
+    steps(model, optimizer, sets, 1)
+    assert optimizer.state[first]["judged"] == judged + 1
+
+
+def test_the_search_loss_of_the_last_step_is_on_its_own_set() -> None:
+    model = nn.Linear(12, 2).double()
+    sets = Growing(regression(4000, 3.0), batch_size=4000, start=40, seed=0)
+    optimizer = KSD(model.parameters(), **DEEP)
+    grew = 0
+    for report in (optimizer.step(closure_of(model), sets) for _ in range(60)):
+        grew += any("confirmed" in note for note in report.notes)
+        assert optimizer.search_loss(closure_of(model), sets)() == report.search_loss_after
+    assert grew
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(dtype: torch.dtype) -> None:
+    data = regression(500, 2.0, dtype)
+
+    def fresh() -> tuple[nn.Module, KSD, Growing]:
+        torch.manual_seed(0)
+        model = nn.Linear(12, 2).to(dtype)
+        return model, KSD(model.parameters(), **DEEP), Growing(data, batch_size=100, start=50, seed=0)
+
+    model, optimizer, sets = fresh()
+    reports = steps(model, optimizer, sets, 90)
+    assert reports[-1].set_sizes["A"] > 50  # what tells of noise has to resume, too
+    for stop in (7, 57):
+        first, early, sets = fresh()
+        steps(first, early, sets, stop)
+        file = io.BytesIO()
+        torch.save({"model": first.state_dict(), "optimizer": early.state_dict()}, file)
+        file.seek(0)
+        saved = torch.load(file, weights_only=True)
+        second, late, sets = fresh()
+        second.load_state_dict(saved["model"])
+        late.load_state_dict(saved["optimizer"])
+        rest = steps(second, late, sets, 90 - stop)
+        assert torch.equal(theta(second), theta(model))
+        assert [report.loss for report in rest] == [report.loss for report in reports[stop:]]
+
+
+def test_a_step_that_raises_leaves_the_factors_as_they_were() -> None:
+    data = regression(300, 0.1)
+    model = network()
+    optimizer, sets = KSD(model.parameters(), **DEEP), Growing(data, batch_size=60, start=60, seed=0)
+    steps(model, optimizer, sets, 5)
+    before, at = copy.deepcopy(optimizer.state_dict()), theta(model)
+    calls = 0
+
+    def raising(batch: Any) -> tuple[Tensor, Tensor]:
+        nonlocal calls
+        calls += 1
+        if calls > 3:  # after the statistics of B
+            raise ZeroDivisionError("of the closure")
+        return closure_of(model)(batch)
+
+    with pytest.raises(ZeroDivisionError):
+        optimizer.step(raising, sets)
+    assert torch.equal(theta(model), at)
+    assert optimizer.state_dict()["krylov_descent"] == before["krylov_descent"]  # a checksum of all of it
+
+
+def test_a_loss_that_is_not_finite_on_fresh_samples_goes_back() -> None:
+    data = regression(300, 0.1)
+    model = network()
+    optimizer, sets = KSD(model.parameters(), **DEEP), Growing(data, batch_size=300, start=60, seed=0)
+    steps(model, optimizer, sets, 3)
+    before = optimizer.state[next(model.parameters())]["accepted"]
+    bad = theta(model)
+
+    def blown(batch: Any) -> tuple[Tensor, Tensor]:
+        loss, z = closure_of(model)(batch)
+        return (loss * math.inf if torch.equal(theta(model), bad) else loss), z
+
+    report = optimizer.step(blown, sets)
+    assert not report.accepted
+    assert math.isfinite(report.loss)
+    assert torch.isfinite(theta(model)).all()
+    assert not torch.equal(theta(model), bad)
+    assert before is not None
+
+
+def test_what_the_loss_does_not_see_does_not_matter() -> None:
+    """Rows that a mask leaves out have no part in the factors, whatever they hold."""
+    x, y = regression(400, 0.0)
+    kept = (torch.arange(400) % 10 == 0)[:, None].double()
+    ends = []
+    for value in (0.0, 100.0):
+        model = network()
+
+        def closure(batch: Any, model: nn.Module = model) -> tuple[Tensor, Tensor, float]:
+            r = (model(batch[0]) - batch[1]) * batch[2]
+            weight = float(batch[2].sum())
+            return r.square().sum() / max(weight, 1), r, weight
+
+        sets = Growing((torch.where(kept > 0, x, value), y, kept), batch_size=400, start=200, seed=0)
+        optimizer = KSD(model.parameters(), **DEEP)
+        for _ in range(5):
+            optimizer.step(closure, sets)
+        ends.append(theta(model))
+    torch.testing.assert_close(ends[0], ends[1])
+
+
+def test_unfreezing_a_layer_hands_no_factors_to_another() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(12, 12) for _ in range(3)], nn.Linear(12, 2)).double()
+    model[0].requires_grad_(False)
+    optimizer, sets = KSD(model.parameters(), **DEEP), Growing(regression(300, 0.1), batch_size=100, start=60, seed=0)
+    steps(model, optimizer, sets, 6)
+    model[0].requires_grad_(True)
+    steps(model, optimizer, sets, 1)
+    assert optimizer.state[next(model.parameters())]["factors"]["updates"] == 1
+
+
+def test_a_layer_with_very_many_outputs_has_a_diagonal() -> None:
+    model = nn.Sequential(nn.Linear(12, 4), nn.Linear(4, 5000))
+    x = regression(60, 0.1, torch.float32)[0]
+    optimizer = KSD(model.parameters(), **DEEP)
+
+    def closure(batch: Any) -> tuple[Tensor, Tensor]:
+        z = model(batch)
+        return F.cross_entropy(z, torch.zeros(len(z), dtype=torch.long)), z
+
+    optimizer.step(closure, Growing(x, batch_size=60, seed=0))
+    factors = optimizer.state[next(model.parameters())]["factors"]
+    assert factors["2.diagonal"].shape == (20_000,)
+    assert factors["0.outputs"].shape == (4, 4)
+
+
+def test_signs_do_not_fade_in_half_precision() -> None:
+    z = torch.zeros(2000, 10, dtype=torch.bfloat16, requires_grad=True)
+    evaluation = Evaluation(
+        F.cross_entropy(z.float(), torch.zeros(2000, dtype=torch.long)), (z,), 1.0, 2000, aligned=True
+    )
+    ((_, u),) = random_roots(evaluation, (0,))
+    lengths = 2000 * u.float().square().sum(1)  # of mean Σp(1 − p) = 0.9
+    assert float(lengths[1000:].mean()) == pytest.approx(0.9, rel=0.1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, F64])
+def test_the_loss_of_a_step_without_a_search_is_that_of_the_point_it_leads_to(dtype: torch.dtype) -> None:
+    data = regression(300, 0.1, dtype)
+    model = network(dtype)
+    optimizer, sets = KSD(model.parameters(), **DEEP), Growing(data, batch_size=300, start=60, seed=0)
+    for report in steps(model, optimizer, sets, 10):
+        last = report
+    assert last.stop_reason is StopReason.MODEL
+    (batch,) = sets.draw(9, krylov_dim=1).c
+    assert closure_of(model)(batch.data)[0].item() == last.search_loss_after
+    assert last.inner_evaluations == 1
+
+
+def test_where_the_model_is_wrong_the_loss_is_searched() -> None:
+    w = nn.Parameter(torch.full((3,), 2.0, dtype=F64))
+
+    def closure() -> tuple[Tensor, Tensor]:  # the first Newton step overshoots to where the loss is higher
+        return torch.log(torch.cosh(5 * w)).sum(), w
+
+    report = KSD([w], search=Search(model=0.5), krylov_dim=1).step(closure)
+    assert report.stop_reason is not StopReason.MODEL
+    assert report.search_loss_after < report.search_loss_before
+    with pytest.raises(ValueError, match=r"Search\(model=2\): must be in"):
+        Search(model=2)
+
+
+def test_options_are_checked() -> None:
+    w = [nn.Parameter(torch.ones(3))]
+    with pytest.raises(ValueError, match="must be 'fisher', 'kronecker'"):
+        KSD(w, preconditioner="shampoo")  # type: ignore[arg-type]
+    assert KSD(w, preconditioner=Kronecker(damping=0.1)).step(lambda: (w[0].square().sum(), w[0])).preconditioner == (
+        "kronecker"
+    )
