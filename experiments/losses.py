@@ -39,6 +39,16 @@ def misclassified(logits: Tensor, y: Tensor) -> Tensor:
     return 100.0 * (logits.argmax(1) != y).float()
 
 
+def next_entropy(logits: Tensor, y: Tensor) -> Tensor:
+    """Of the characters that follow, in nats: averaged over places and sequences."""
+    return F.cross_entropy(logits.flatten(0, 1), y.flatten())
+
+
+def mistaken(logits: Tensor, y: Tensor) -> Tensor:
+    """Share of the places of a sequence where the likeliest character is not the one that follows, in per cent."""
+    return 100.0 * (logits.argmax(2) != y).float().mean(1)
+
+
 def missed(z: Tensor, y: Tensor) -> Tensor:
     """100 where the answer is more than 0.04 off, or not a number: the mean is in per cent."""
     return 100.0 * (~((z - y).abs() <= ANSWERED).all(1)).float()

@@ -1,9 +1,9 @@
-"""Sigmoid networks of nn.Linear layers with Martens' (2010) sparse initialisation."""
+"""Sigmoid networks of nn.Linear layers with Martens' (2010) sparse initialisation, and one of convolutions."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -45,3 +45,28 @@ def dense(widths: Sequence[int], seed: int, code: int | None = None) -> nn.Seque
 def autoencoder(sizes: Sequence[int], seed: int) -> nn.Sequential:
     """Layers of ``sizes`` down to a linear code, mirrored; logits come out."""
     return dense([*sizes, *reversed(sizes[:-1])], seed, code=len(sizes) - 2)
+
+
+def convolutional(classes: int, seed: int) -> nn.Module:
+    """Of 28 × 28 images, which come as rows: 8 and 16 channels of 5 × 5 with a stride of 2, 64 units, ReLU."""
+    return usual(
+        lambda: nn.Sequential(
+            nn.Unflatten(1, (1, 28, 28)),
+            nn.Conv2d(1, 8, 5, stride=2, padding=2),
+            nn.ReLU(),
+            nn.Conv2d(8, 16, 5, stride=2, padding=2),
+            nn.ReLU(),
+            nn.Flatten(),
+            nn.Linear(16 * 7 * 7, 64),
+            nn.ReLU(),
+            nn.Linear(64, classes),
+        ),
+        seed,
+    )
+
+
+def usual(make: Callable[[], nn.Module], seed: int) -> nn.Module:
+    """A network with torch's usual initial weights, from a seed; the global generator is left as it was."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return make()

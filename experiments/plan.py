@@ -96,7 +96,7 @@ def settings(problem: str, method: str) -> dict[str, Any]:
     row = ROWS.get(problem)
     known = json.loads(TUNED.read_text()) if TUNED.exists() else {}
     chosen = known.get((row.tuned_as if row else None) or problem, {})
-    return {} if method == "ksd-paper" else dict(chosen.get(method.partition("-")[0], {}))
+    return {} if method in ("ksd-paper", "ksd-kronecker", "kfac") else dict(chosen.get(method.partition("-")[0], {}))
 
 
 def _product(**values: Sequence[Any]) -> list[dict[str, Any]]:

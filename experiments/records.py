@@ -32,7 +32,7 @@ LABELS: Mapping[str, str] = {
 }
 
 # Steps are whole: a run may end a little beyond its budget, and counts up to a fortieth beyond it.
-_OVER = 1.025
+OVER = 1.025
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,6 +85,7 @@ class Run:
     weight_decay: float = 0.0
     started: str = ""
     machine: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    facts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def percent(self) -> bool:
@@ -170,9 +171,9 @@ def of_row(found: Mapping[str, Sequence[Run]]) -> dict[str, list[Run]]:
 
 
 def within_budget(run: Run) -> Run:
-    """The run as far as it counts: up to its budget and ``_OVER``, what lies beyond left out."""
+    """The run as far as it counts: up to its budget and ``OVER``, what lies beyond left out."""
     budget = run.allowed
-    kept = (p for p in run.points if budget.spent(p.seconds, p.gradients) <= _OVER * budget.amount)
+    kept = (p for p in run.points if budget.spent(p.seconds, p.gradients) <= OVER * budget.amount)
     return dataclasses.replace(run, points=tuple(kept))
 
 

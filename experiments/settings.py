@@ -23,6 +23,34 @@ class KSDSettings:
 
 
 @dataclasses.dataclass(frozen=True)
+class KroneckerSettings:
+    """``KSD(**DEEP)`` on ``Growing`` sets as they are; what differs is for ablations.
+
+    ``start`` and ``grows`` are of the sets, ``damping`` and ``memory`` of the preconditioner; without ``previous`` the
+    last step is not in the subspace; ``searches`` minimises the loss over it in every step.
+    """
+
+    krylov_dim: int = 1
+    preconditioner: Literal["kronecker", "fisher", "none"] = "kronecker"
+    damping: float = 1e-2
+    memory: float = 0.98
+    start: int = 500
+    grows: bool = True
+    previous: bool = True
+    searches: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class KFACSettings:
+    """The Kronecker-factored preconditioner with a learning rate, momentum 0.9 and a schedule."""
+
+    lr: float = 0.1
+    batch: int = 500
+    damping: float = 1e-2
+    schedule: Literal["cosine", "linear"] = "cosine"
+
+
+@dataclasses.dataclass(frozen=True)
 class HessianFreeSettings:
     """``damping`` is λ₀; ``fraction`` the share of the samples that curvature products see, 1 for all."""
 
@@ -59,6 +87,25 @@ class AdamSettings:
 
     lr: float = 1e-3
     batch: int = 200
+
+
+@dataclasses.dataclass(frozen=True)
+class NesterovSettings(SGDSettings):
+    """As SGD, with a schedule to choose and a warm-up."""
+
+    schedule: Literal["cosine", "linear"] = "cosine"
+
+
+@dataclasses.dataclass(frozen=True)
+class ScheduledSettings:
+    """Of AdamW and SOAP: the learning rate rises in a fiftieth of the budget and falls to zero by its end.
+
+    Along a cosine, or linearly in the second half.
+    """
+
+    lr: float = 1e-3
+    batch: int = 200
+    schedule: Literal["cosine", "linear"] = "cosine"
 
 
 def changed(name: str, settings: Any, changes: Mapping[str, Any]) -> Any:

@@ -10,12 +10,14 @@ from torch import Tensor
 
 from experiments import recurrent
 from experiments.curves import curves
-from experiments.data import MNIST, read
+from experiments.data import FASHION_MNIST, MNIST, Source, read
 from experiments.speech import spoken_digits
 from experiments.starcraft import starcraft
+from experiments.text import characters
 
 Sets: TypeAlias = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
 _TRAIN, _HELD_OUT = 0, 1  # seeds of generated sets
+_IMAGES = {"mnist": MNIST, "fashion": FASHION_MNIST}
 
 
 def load(source: str, data: Path | None, sizes: tuple[int, int], length: int) -> Sets:
@@ -25,12 +27,16 @@ def load(source: str, data: Path | None, sizes: tuple[int, int], length: int) ->
     if source in ("adding", "order"):
         task = recurrent.adding if source == "adding" else recurrent.order
         return task(sizes[0], length, _TRAIN), task(sizes[1], length, _HELD_OUT)
-    return {"mnist": mnist, "spoken-digits": spoken_digits, "starcraft": starcraft}[source](data, sizes)
+    if source == "text":
+        return characters(sizes, length)
+    if source in _IMAGES:
+        return images(_IMAGES[source], data, sizes)
+    return {"spoken-digits": spoken_digits, "starcraft": starcraft}[source](data, sizes)
 
 
-def mnist(data: Path | None, sizes: tuple[int, int]) -> Sets:
-    """[n, 784] images in [0, 1] and [n] digits."""
-    arrays = read(MNIST, data)
+def images(source: Source, data: Path | None, sizes: tuple[int, int]) -> Sets:
+    """[n, 784] images in [0, 1] and [n] classes."""
+    arrays = read(source, data)
 
     def part(name: str, n: int) -> tuple[Tensor, Tensor]:
         x = torch.from_numpy(arrays[f"x_{name}"][:n]).reshape(n, -1)

@@ -498,15 +498,17 @@ def test_loaded_damping_is_used() -> None:
 
 
 @BOTH
-def test_a_failure_leaves_parameters_and_state(make: Make) -> None:
+def test_a_failure_leaves_everything_as_it_was(make: Make) -> None:
     model, data, closure = classifier()
     optimizer, sets = make(model), Subsets(data, batch_size=64, fraction=0.25, seed=0)
     run(optimizer, closure, sets, 3)
     before = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    generator = torch.get_rng_state()
     calls = 0
 
     def failing(batch: Any) -> tuple[Tensor, Tensor]:
         nonlocal calls
+        torch.rand(())
         moved = any(not torch.equal(p, q) for p, q in zip(model.parameters(), before[0].values(), strict=True))
         calls += moved
         if calls == 2:
@@ -518,6 +520,7 @@ def test_a_failure_leaves_parameters_and_state(make: Make) -> None:
     for p, q in zip(model.state_dict().values(), before[0].values(), strict=True):
         assert torch.equal(p, q)
     assert str(optimizer.state_dict()) == str(before[1])
+    assert torch.equal(torch.get_rng_state(), generator)
 
 
 @BOTH

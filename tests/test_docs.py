@@ -92,6 +92,16 @@ def test_the_tables_of_the_physics_informed_networks_are_those_of_the_results() 
     assert inside.strip() == table(ROOT / "results").strip()
 
 
+def test_the_tables_of_deep_networks_are_those_of_the_results() -> None:
+    """``python -m experiments deep table --into docs/deep.md`` was run after the last change of results."""
+    from experiments.deep.commands import MARKS
+    from experiments.deep.table import table
+
+    page = (ROOT / "docs" / "deep.md").read_text()
+    inside = page.partition(MARKS[0])[2].partition(MARKS[1])[0]
+    assert inside.strip() == table(ROOT / "results" / "deep").strip()
+
+
 def test_the_table_of_what_was_tried_is_that_of_the_results() -> None:
     """``python -m reliability table --into docs/reliability.md`` was run after the last change of results."""
     from reliability.__main__ import MARKS

@@ -49,10 +49,13 @@ def small_problem(n: int = 240, weight_decay: float = 1e-3) -> Problem:
 
 
 def config(method: str, budget: str = "30g", **changes: Any) -> RunConfig:
-    defaults: dict[str, Any] = {"sgd": {"lr": 0.1, "batch": 20}, "adam": {"lr": 0.01, "batch": 20}}.get(method, {})
+    rates = {"sgd": 0.1, "nesterov": 0.1, "adam": 0.01, "adamw": 0.01, "soap": 0.01}
+    defaults: dict[str, Any] = {"lr": rates[method], "batch": 20} if method in rates else {}
     if method.startswith("hf"):
         defaults = {"damping": 0.03, "fraction": 0.5}
-    if method.startswith("ksd"):
+    if method == "ksd-kronecker":
+        defaults = {"start": 60}
+    elif method.startswith("ksd"):
         defaults = {"fraction": 0.25}  # a twentieth of 240 samples would be 12
     return RunConfig(method, settings_of(method, {**defaults, **changes}), Budget.parse(budget))
 
@@ -272,8 +275,8 @@ def test_budgets_that_are_none(text: str) -> None:
 
 
 def test_settings_that_are_none() -> None:
-    with pytest.raises(ValueError, match="no optimizer 'adamw'"):
-        settings_of("adamw", {})
+    with pytest.raises(ValueError, match="no optimizer 'adamax'"):
+        settings_of("adamax", {})
     with pytest.raises(ValueError, match="no setting 'learning_rate'; it has lr, batch"):
         settings_of("adam", {"learning_rate": "1"})
     for key, value, complaint in [

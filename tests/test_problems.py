@@ -28,8 +28,16 @@ PARAMETERS = {
     "adding-100": 10_401,
     "order-50": 11_104,
     "order-100": 11_104,
+    "fashion-conv": 54_314,
+    "char-lstm": 34_144,
+    "char-transformer": 116_576,
 }
-FILES = {"mnist": data.MNIST, "spoken-digits": data.SPOKEN_DIGITS, "starcraft": data.STARCRAFT}
+FILES = {
+    "mnist": data.MNIST,
+    "fashion": data.FASHION_MNIST,
+    "spoken-digits": data.SPOKEN_DIGITS,
+    "starcraft": data.STARCRAFT,
+}
 
 
 def loaded(name: str, samples: int | None = None) -> Problem:
@@ -54,7 +62,7 @@ def test_a_problem_fits_its_network_and_is_the_same_every_time(name: str) -> Non
     assert len(problem.held_out[0]) == len(problem.held_out[-1]) == min(60, config.held_out)
     assert all(torch.equal(a[:40], b) for a, b in zip(problem.train, again.train, strict=True))
     assert not torch.equal(problem.train[0][:40], problem.held_out[0][:40])
-    assert problem.train[0].dtype == torch.float32
+    assert problem.train[0].dtype == (torch.long if config.source == "text" else torch.float32)
     assert problem.train[0].isfinite().all()
     model, twin, other = (problem.make_model(seed) for seed in (3, 3, 4))
     state = model.state_dict()

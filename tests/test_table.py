@@ -169,7 +169,8 @@ def test_table_of_nothing_says_not_run(tmp_path: Path) -> None:
 
 def test_every_problem_has_a_row() -> None:
     problems = pytest.importorskip("experiments.problems")
-    assert set(problems.PROBLEMS) == set(paper.PROBLEMS)
+    deep = {"fashion-conv", "char-lstm", "char-transformer"}  # of another study, with tables of its own
+    assert set(problems.PROBLEMS) - deep == set(paper.PROBLEMS)
 
 
 def test_distance_from_the_papers_errors(study: Path) -> None:

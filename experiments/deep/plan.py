@@ -1,0 +1,123 @@
+"""What the study of deep networks runs: tasks, methods, budgets, the grids that rivals are tuned over, ablations.
+
+Methods are those of ``experiments.methods.KINDS``. One that is named here and not there yet is passed over, and asking
+for it is an error; adding it there is all that is needed.
+
+Tuning is a successive halving, for each task, method and budget: every setting of the grid is tried for a short time,
+the best of them for longer. A trial is a run of its own with a schedule that ends with it, and a seed that the study
+does not use; the loss at its end decides.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from experiments.deep.style import NAMES
+from experiments.methods import KINDS
+
+TASKS = ("curves", "mnist-ae", "spoken-digits", "fashion-conv", "char-lstm", "char-transformer")
+METHODS = tuple(NAMES)
+BUDGETS = (60.0, 300.0, 1200.0)
+
+#: What tuning chose, task → method → budget → settings and trials; ``tune`` writes it, ``study`` reads it.
+TUNED = Path(__file__).with_name("tuned.json")
+TUNING_SEED = 100
+
+#: Budget → seconds of each trial and how many settings are tried so, rung by rung; the first takes the whole grid.
+RUNGS: Mapping[float, Sequence[tuple[float, int]]] = {
+    60.0: ((12.0, 12), (30.0, 4)),
+    300.0: ((30.0, 12), (100.0, 4)),
+    1200.0: ((60.0, 12), (240.0, 4)),
+}
+
+#: Their loss is a sum over pixels, some hundred times as large and as curved as a mean over classes.
+_SUMS = ("curves", "mnist-ae")
+_SCHEDULES = ("cosine", "linear")
+
+#: Label → method and settings that differ from its own; the first is what the others are compared with.
+ABLATIONS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "defaults": ("ksd-kronecker", {}),
+    "no-previous-step": ("ksd-kronecker", {"previous": False}),
+    "search-in-every-step": ("ksd-kronecker", {"searches": True}),
+    "k2": ("ksd-kronecker", {"krylov_dim": 2}),
+    "k5": ("ksd-kronecker", {"krylov_dim": 5}),
+    "fisher-diagonal": ("ksd-kronecker", {"preconditioner": "fisher"}),
+    "no-preconditioner": ("ksd-kronecker", {"preconditioner": "none"}),
+    "damping-1e-3": ("ksd-kronecker", {"damping": 1e-3}),
+    "damping-0.1": ("ksd-kronecker", {"damping": 0.1}),
+    "memory-0.9": ("ksd-kronecker", {"memory": 0.9}),
+    "sets-do-not-grow": ("ksd-kronecker", {"grows": False}),
+    "start-125": ("ksd-kronecker", {"start": 125}),
+    "start-2000": ("ksd-kronecker", {"start": 2000}),
+    "paper": ("ksd-paper", {}),
+}
+
+
+def grid(task: str, method: str) -> list[dict[str, Any]]:
+    """The settings that a method is tried with; KSD has its own for all tasks."""
+    sums, images = task in _SUMS, task in ("spoken-digits", "fashion-conv")
+    if method == "adamw":
+        rates = (3e-4, 1e-3, 3e-3) if sums or task == "spoken-digits" else (1e-3, 3e-3, 1e-2)
+        return _product(lr=rates, batch=(50, 200), schedule=_SCHEDULES)
+    if method == "soap":
+        rates = (1e-3, 3e-3, 1e-2)
+        return _product(lr=rates, batch=(100, 400), schedule=_SCHEDULES)
+    if method == "nesterov":
+        rates = (3e-3, 1e-2, 3e-2) if sums else (0.03, 0.1, 0.3) if images else (0.1, 0.3, 1.0)
+        return _product(lr=rates, batch=(50, 200), schedule=_SCHEDULES)
+    if method == "kfac":
+        return _product(lr=(0.03, 0.1, 0.3), batch=(250, 1000), schedule=_SCHEDULES)
+    if method == "hf":
+        return _product(damping=(1.0, 10.0, 45.0, 150.0) if sums else (0.1, 1.0, 10.0, 45.0), fraction=(0.05, 0.25))
+    return []
+
+
+def scheduled(method: str) -> bool:
+    """Whether a run depends on its budget; one long run of any other method serves all shorter budgets too."""
+    return KINDS[method].scheduled
+
+
+def checked_methods(methods: Sequence[str]) -> list[str]:
+    """Those named, or all that there are.
+
+    Raises:
+        ValueError: there is no such method, or not yet.
+    """
+    for method in methods:
+        if method not in METHODS:
+            raise ValueError(f"There is no method {method!r} in this study; there are {', '.join(METHODS)}.")
+        if method not in KINDS:
+            raise ValueError(f"{method} has a place in this study, but is not in experiments.methods.KINDS yet.")
+    return [method for method in methods or METHODS if method in KINDS]
+
+
+def checked_tasks(tasks: Sequence[str]) -> list[str]:
+    """Those named, or all.
+
+    Raises:
+        ValueError: there is no such task.
+    """
+    unknown = [task for task in tasks if task not in TASKS]
+    if unknown:
+        raise ValueError(f"There is no task {unknown[0]!r} in this study; there are {', '.join(TASKS)}.")
+    return list(tasks or TASKS)
+
+
+def label(method: str, seconds: float) -> str:
+    """Of a run: with the budget, where it depends on that."""
+    return f"{method}-{seconds:g}s" if scheduled(method) else method
+
+
+def settings(task: str, method: str, seconds: float) -> dict[str, Any]:
+    """What tuning chose for a budget, the method's own settings where it did not; of all budgets without a schedule."""
+    known = json.loads(TUNED.read_text()) if TUNED.exists() else {}
+    key = f"{seconds:g}" if scheduled(method) else "any"
+    return dict(known.get(task, {}).get(method, {}).get(key, {}).get("settings", {}))
+
+
+def _product(**values: Sequence[Any]) -> list[dict[str, Any]]:
+    return [dict(zip(values, chosen, strict=True)) for chosen in itertools.product(*values.values())]

@@ -1,0 +1,84 @@
+"""Methods with the Kronecker-factored preconditioner: KSD on sets that grow, and K-FAC alone, as most codes have it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from experiments.interface import Advance, Method, Stepping, closure_of
+from experiments.problems import Problem
+from experiments.settings import KFACSettings, KroneckerSettings
+from experiments.stochastic import SCHEDULES
+from krylov_descent import DEEP, KSD, Growing, Kronecker, Search
+from krylov_descent.distributed import SingleProcess
+from krylov_descent.objective import Objective
+from krylov_descent.parameters import ParameterVector
+
+
+class _NeverGrowing(Growing):
+    """For ablations: the sets of the first step's size at every step."""
+
+    def draw(self, iteration: int, **how: Any) -> Any:
+        return super().draw(iteration, **{**how, "search_growth": 0})
+
+
+def ksd(problem: Problem, model: nn.Module, seed: int, settings: KroneckerSettings) -> Method:
+    """``KSD(**DEEP)`` on ``Growing`` sets; settings other than their defaults are for ablations."""
+    options: dict[str, Any] = {**DEEP, "krylov_dim": settings.krylov_dim, "seed": seed}
+    if settings.preconditioner == "kronecker":
+        options["preconditioner"] = Kronecker(damping=settings.damping, memory=settings.memory)
+    else:
+        options["preconditioner"] = None if settings.preconditioner == "none" else settings.preconditioner
+    if settings.searches:
+        options["search"] = Search(evaluations=8)
+    if not settings.previous:
+        options["previous"] = None
+    optimizer = KSD(model.parameters(), weight_decay=problem.weight_decay, **options)
+    kind = Growing if settings.grows else _NeverGrowing
+    sets = kind(problem.train, batch_size=problem.batch_size, start=settings.start, seed=seed)
+    return Stepping(optimizer, closure_of(problem, model), sets)
+
+
+class _KFAC:
+    """θ ← θ + v, v ← 0.9 v − lr·F⁻¹g on a fixed number of fresh samples, with a schedule for lr; no search."""
+
+    MOMENTUM = 0.9
+
+    def __init__(self, problem: Problem, model: nn.Module, seed: int, settings: KFACSettings) -> None:
+        group = {"params": list(model.parameters()), "weight_decay": problem.weight_decay}
+        self._parameters = ParameterVector([group])
+        self._objective = Objective(closure_of(problem, model), self._parameters, SingleProcess())
+        self._sets = Growing(problem.train, batch_size=problem.batch_size, start=settings.batch, seed=seed)
+        self._preconditioner = Kronecker(damping=settings.damping).prepare()
+        self._settings, self._seed, self._step = settings, seed, 0
+        self._factors: dict[str, Tensor] = {}
+        self._velocity = self._parameters.zeros()
+
+    def advance(self, progress: float) -> Advance:
+        objective = self._objective
+        objective.sample_gradients = 0.0
+        draw = self._sets.draw(self._step, krylov_dim=1)
+        _, g = objective.value_and_gradient(draw.a)
+        solve, factors = self._preconditioner.refresh(
+            objective, draw.b, self._factors or None, (self._seed, self._step)
+        )
+        assert solve is not None
+        self._factors, self._step = dict(factors), self._step + 1
+        lr = self._settings.lr * SCHEDULES[self._settings.schedule](min(progress, 1.0))
+        self._velocity = self.MOMENTUM * self._velocity - lr * solve(g)
+        objective.move_to(objective.point() + self._velocity)
+        stuck = not bool(torch.isfinite(self._velocity).all())
+        return Advance(objective.sample_gradients, stuck=stuck)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"factors": self._factors, "velocity": self._velocity, "step": self._step}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._factors, self._velocity, self._step = state["factors"], state["velocity"], state["step"]
+
+
+def kfac(problem: Problem, model: nn.Module, seed: int, settings: KFACSettings) -> Method:
+    """K-FAC with a tuned learning rate and momentum."""
+    return _KFAC(problem, model, seed, settings)
