@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from krylov_descent.basis import Subspace, krylov_basis
+from krylov_descent.basis import Subspace, krylov_basis, shortest_basis
 from krylov_descent.distributed import SingleProcess
 from krylov_descent.rows import Rows
 from krylov_descent.search import whiten
@@ -125,3 +125,26 @@ def test_products_that_are_not_finite_are_left_out() -> None:
     nothing = krylov_basis(lambda v: v * torch.inf, lambda w: w, g, d_prev, 5, buffer, SingleProcess())
     torch.testing.assert_close(nothing.V.tensor(), (g / g.norm())[None])
     assert nothing.H.tolist() == [[1.0]]
+
+
+@pytest.mark.parametrize("previous", ["another", "the same direction", "none"])
+def test_one_krylov_vector_has_its_curvature_at_once(previous: str) -> None:
+    H, D, g, d_prev = setup(20)
+    d = {"another": d_prev, "the same direction": 3 * g / D, "none": None}[previous]
+    by_products = build(H, D, g.clone(), d, 1)
+    V = Rows(2, g)
+    at_once = shortest_basis(lambda V: V.tensor() @ H @ V.tensor().T, lambda w: w / D, g, d, V, SingleProcess())
+    assert at_once is not None
+    torch.testing.assert_close(at_once.V.tensor(), by_products.V.tensor())
+    torch.testing.assert_close(at_once.H, by_products.H)
+    assert (at_once.krylov_dim, V.m) == (1, 2 if previous == "another" else 1)
+
+
+def test_one_krylov_vector_without_a_finite_curvature_is_left_to_products() -> None:
+    H, D, g, d_prev = setup(20)
+    V = Rows(2, g)
+    nothing = shortest_basis(
+        lambda V: torch.full((V.m, V.m), torch.nan), lambda w: w / D, g, d_prev, V, SingleProcess()
+    )
+    assert nothing is None
+    assert shortest_basis(lambda V: H, lambda w: w * 0, g, d_prev, V, SingleProcess()) is None

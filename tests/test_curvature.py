@@ -18,6 +18,7 @@ from krylov_descent.data import Microbatch
 from krylov_descent.distributed import SingleProcess
 from krylov_descent.objective import Objective
 from krylov_descent.parameters import ParameterVector
+from krylov_descent.rows import Rows
 from tests import problems, reference
 from tests.problems import Problem
 
@@ -65,6 +66,17 @@ def test_product_equals_dense_matrix(name: str, kind: str) -> None:
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         expected = dense(kind, problem)
     assert relative(matrix(product, len(expected)), expected) < 1e-9
+
+
+@pytest.mark.parametrize("name", problems.ALL)
+def test_curvature_within_rows_equals_dense_matrix(name: str) -> None:
+    problem = problems.ALL[name]()
+    n = len(problem.data[0])
+    product = CurvatureProduct(CURVATURES["ggn"], objective_of(problem, 0.3), batches_of(problem.data, 2, n - 3, 1))
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        expected = dense("ggn", problem)
+    V = torch.linalg.qr(torch.randn(len(expected), 2, dtype=torch.float64))[0].T.contiguous()
+    assert relative(product.within(Rows.of(V)), V @ expected @ V.T + 0.3 * torch.eye(2, dtype=V.dtype)) < 1e-9
 
 
 @pytest.mark.parametrize("kind", ["ggn", "hessian", "fisher"])

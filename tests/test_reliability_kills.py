@@ -26,7 +26,8 @@ from reliability.training import Kept, Plan, built, train
 def test_one_process(case: Case, seed: int) -> None:
     record = kills.trial(case, seed, kills=3)
     assert not record["lost"], record
-    assert record["times"] == (3 if case.trouble == "kill" else 1)
+    # The third kill comes from outside, after a while: the training may be over by then.
+    assert record["times"] in ((2, 3) if case.trouble == "kill" else (1,))
 
 
 @pytest.mark.parametrize(

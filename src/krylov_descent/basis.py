@@ -159,6 +159,31 @@ def krylov_basis(
     return basis.subspace(krylov_dim)
 
 
+def shortest_basis(
+    curvature: Callable[[Rows], Tensor],
+    precondition: Callable[[Tensor], Tensor],
+    g: Tensor,
+    d_prev: Tensor | None,
+    V: Rows,
+    comm: Comm,
+) -> Subspace | None:
+    """Algorithm 2 with K = 1, where no row needs the product of another: all of H̄ at once, by ``curvature``, V → H̄.
+
+    None where something is not finite, or nothing is left of D⁻¹g; g is left as it is. V has room for 2 rows.
+    """
+    basis = _Basis(V, 2, None, comm)
+    if not basis.normalise(precondition(g)):  # lines 1-2
+        return None
+    V.m = 1
+    if d_prev is not None and basis.normalise(d_prev):  # lines 8, 10-15
+        V.m = 2
+    H = curvature(V)  # lines 4, 11, 16-18
+    if not bool(H.isfinite().all()):
+        return None
+    basis.H[: V.m, : V.m] = (H + H.T) / 2
+    return basis.subspace(1)
+
+
 def spanned_basis(
     curvature: Callable[[Rows], Tensor], vectors: Iterable[Tensor], V: Rows, rows: int, comm: Comm
 ) -> Subspace:

@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import Tensor
 
-from krylov_descent.basis import Subspace, Turn, krylov_basis
+from krylov_descent.basis import Subspace, Turn, krylov_basis, shortest_basis
 from krylov_descent.budget import Need, Storage
-from krylov_descent.curvature import CurvatureProduct, MicrobatchGraph
+from krylov_descent.curvature import CurvatureProduct, GaussNewtonGraph, MicrobatchGraph
 from krylov_descent.data import Microbatch
 from krylov_descent.distributed import part_length
 from krylov_descent.objective import Objective
@@ -51,6 +51,11 @@ class KrylovBuilder:
             self._V = Rows(K + 1, g, self.storage.dtype, self.storage.device)
         need = self._need(objective)
         product = CurvatureProduct(self.kind, objective, batches, None if need is None else need.for_graphs, g)
+        if K == 1 and issubclass(self.kind, GaussNewtonGraph) and objective.comm.bounds(len(g)) is not None:
+            subspace = shortest_basis(product.within, precondition, g, d_prev, self._V, objective.comm)
+            if subspace is not None:
+                objective.tell(Progress("basis", 1 + (d_prev is not None), 1 + (d_prev is not None)))
+                return subspace
         counted = _counted(product, K + (d_prev is not None), objective.tell)
         return krylov_basis(counted, precondition, g, d_prev, K, self._V, objective.comm)
 

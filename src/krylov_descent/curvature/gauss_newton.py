@@ -22,6 +22,8 @@ class GaussNewtonGraph(MicrobatchGraph):
     """The graph of one micro-batch and the product by its Gauss–Newton matrix."""
 
     product_cost: ClassVar[float] = 4 / 3  # lines 3-9 and 10-15: a forward-like and a backward pass
+    image_cost: ClassVar[float] = 2 / 3
+    """Of v → Jv alone, in gradients per sample."""
 
     def __init__(self, evaluation: Evaluation, params: Sequence[Tensor]) -> None:
         require_outputs(evaluation, "The Gauss–Newton product (curvature='ggn')")
@@ -36,7 +38,21 @@ class GaussNewtonGraph(MicrobatchGraph):
         Jv = self._linear.jvp(v)  # v → Jv, lines 3-9
         if not self._dL_dz:
             return (None,) * len(v)
-        HJv = torch.autograd.grad(  # Jv → H_L Jv, line 10
+        return self._linear.vjp(self._bent(Jv))  # H_L Jv → Jᵀ H_L Jv, lines 11-15
+
+    def gram(self, vectors: Sequence[Sequence[Tensor]]) -> Tensor:
+        """[(Jvᵢ)ᵀ H_L Jvⱼ], float64 on the CPU: nothing is pulled back to the parameters."""
+        found = torch.zeros(len(vectors), len(vectors), dtype=torch.float64, device="cpu")
+        images = [self._linear.jvp(v) for v in vectors] if self._dL_dz else []
+        for j, Jv in enumerate(images):
+            HJv = self._bent(Jv)
+            for i, Ju in enumerate(images):
+                found[i, j] = sum(float((x * y).sum(dtype=torch.float64)) for x, y in zip(Ju, HJv, strict=True))
+        return found
+
+    def _bent(self, Jv: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Jv → H_L Jv, line 10."""
+        return torch.autograd.grad(
             [x for _, x in self._dL_dz],
             self._linear.outputs,
             [Jv[i] for i, _ in self._dL_dz],
@@ -44,7 +60,6 @@ class GaussNewtonGraph(MicrobatchGraph):
             allow_unused=True,
             materialize_grads=True,
         )
-        return self._linear.vjp(HJv)  # H_L Jv → Jᵀ H_L Jv, lines 11-15
 
 
 def require_influence(dL_dz: Sequence[Tensor | None]) -> None:
