@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import multiprocessing
 import pickle
+import queue
 import tempfile
+import time
 import traceback
 import warnings
 from collections.abc import Callable
@@ -47,14 +49,17 @@ class RanksFailedError(AssertionError):
 
 
 class Pool:
-    """Four processes that wait for work."""
+    """Four processes that wait for work; new ones after a test that lost some."""
 
     def __init__(self) -> None:
+        self._number = 0
+        self._start()
+
+    def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
         store = Path(tempfile.mkdtemp()) / "store"
         self._inboxes = [context.Queue() for _ in range(WORLD)]
         self._outbox = context.Queue()
-        self._number = 0
         self._processes = [
             context.Process(target=_serve, args=(rank, str(store), inbox, self._outbox), daemon=True)
             for rank, inbox in enumerate(self._inboxes)
@@ -69,14 +74,27 @@ class Pool:
         for inbox in self._inboxes[:ranks]:
             inbox.put(task)
         results: dict[int, tuple[bool, Any]] = {}
+        ends = time.monotonic() + 300
         while len(results) < ranks:
-            number, rank, fine, result = self._outbox.get(timeout=300)
+            try:
+                number, rank, fine, result = self._outbox.get(timeout=1)
+            except queue.Empty:
+                self._require_alive(ends)
+                continue
             if number == self._number:  # not of a test that gave up waiting
                 results[rank] = fine, pickle.loads(result)
         failed = {rank: text for rank, (fine, text) in sorted(results.items()) if not fine}
         if failed:
             raise RanksFailedError(failed)
         return [results[rank][1] for rank in range(ranks)]
+
+    def _require_alive(self, ends: float) -> None:
+        codes = [process.exitcode for process in self._processes]
+        if any(code is not None for code in codes) or time.monotonic() > ends:
+            for process in self._processes:
+                process.kill()
+            self._start()
+            raise AssertionError(f"Ranks ended, or did not in time: their exit codes are {codes}.")
 
     def close(self) -> None:
         """End the processes."""

@@ -124,7 +124,7 @@ def on_a_mesh(group: Any) -> str:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    mesh = DeviceMesh("cpu", list(range(group.size())))
+    mesh = DeviceMesh.from_group(group, "cpu")  # one of its own would count groups on these ranks alone
     p = nn.Parameter(distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)]))
     parameters = ParameterVector([{"params": [p], "weight_decay": 0.0}])
     objective = Objective(lambda _: p.sum(), parameters, MeshComm(parameters.params, parameters.sizes))
