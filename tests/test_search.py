@@ -44,8 +44,8 @@ class PlainWalk:
     def at_origin(self) -> tuple[float, Tensor]:
         return self.evaluate(self.origin)
 
-    def value(self, p: Tensor) -> float:
-        return self.evaluate(self.origin + p)[0]
+    def value(self, p: Tensor | None = None) -> float:
+        return self.evaluate(self.origin if p is None else self.origin + p)[0]
 
     def begin(self, p: Tensor, *, moved: bool) -> None:
         if moved:

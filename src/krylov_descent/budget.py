@@ -40,7 +40,7 @@ class Storage:
 
 @dataclass(frozen=True)
 class Need:
-    """The needs of a step's basis.
+    """The needs of a step.
 
     Attributes:
         budget: the bytes that may be taken.
@@ -51,6 +51,7 @@ class Need:
         storage: how V is kept.
         parts: into how many micro-batches B is cut.
         graphs: bytes of the graphs of all of B; None before one was built.
+        factors: bytes, at most, of those of a Kronecker-factored preconditioner; 0 for others.
     """
 
     budget: int
@@ -61,6 +62,7 @@ class Need:
     storage: Storage
     parts: int = 1
     graphs: int | None = None
+    factors: int = 0
 
     @property
     def basis(self) -> int:
@@ -72,17 +74,18 @@ class Need:
 
     @property
     def for_graphs(self) -> int:
-        """What V leaves of the budget."""
-        return self.budget - self.basis
+        """What V and the factors leave of the budget."""
+        return self.budget - self.basis - self.factors
 
     def refusal(self) -> str | None:
-        """What to say if V alone is beyond the budget."""
-        if self.basis <= self.budget:
+        """What to say if V and the factors alone are beyond the budget."""
+        if self.for_graphs >= 0:
             return None
         kept = self.storage.dtype or self.dtype
         return (
             f"The basis takes {self.basis:,} bytes ({self.vectors} vectors of {self.length:,} parameters in "
-            f"{_name(kept)}), more than memory_budget={self.budget:,}. Remedies: {'; '.join(self._smaller())}."
+            f"{_name(kept)}){self._and_factors()}, more than memory_budget={self.budget:,}. Remedies: "
+            f"{'; '.join(self._smaller())}."
         )
 
     def warning(self) -> str | None:
@@ -91,17 +94,20 @@ class Need:
             return None
         kept = max(0, self.parts * self.for_graphs // max(1, self.graphs))
         return (
-            f"The basis takes {self.basis:,} bytes and the graphs of B about {self.graphs:,}, more than "
-            f"memory_budget={self.budget:,}: about {kept} of {self.parts} graphs are kept and the rest rebuilt for "
-            f"every product, which makes a product on them 1.7 times as long. Remedies: memory_budget="
-            f"{self.basis + self.graphs:,}; a smaller Subsets(batch_size=...), so that more of them fit one by one; a "
-            f"smaller Subsets(fraction=...); {'; '.join(self._smaller())}."
+            f"The basis takes {self.basis:,} bytes{self._and_factors()} and the graphs of B about {self.graphs:,}, "
+            f"more than memory_budget={self.budget:,}: about {kept} of {self.parts} graphs are kept and the rest "
+            f"rebuilt for every product, which makes a product on them 1.7 times as long. Remedies: memory_budget="
+            f"{self.basis + self.factors + self.graphs:,}; a smaller Subsets(batch_size=...), so that more of them fit "
+            f"one by one; a smaller Subsets(fraction=...); {'; '.join(self._smaller())}."
         )
 
+    def _and_factors(self) -> str:
+        return f", the factors of preconditioner='kronecker' up to {self.factors:,}" if self.factors else ""
+
     def _smaller(self) -> list[str]:
-        """Ways to a smaller V, with what each takes and costs."""
+        """Ways to less, with what each takes and costs."""
         kept = self.storage.dtype or self.dtype
-        ways = []
+        ways = ["preconditioner='fisher', which has no factors"] if self.factors else []
         if self.device.type != "cpu" and self.storage.device is None:
             ways.append("Storage(device='cpu') keeps V in host memory (each use then crosses the bus)")
         if kept == torch.float64:
@@ -116,7 +122,7 @@ class Need:
             )
         if self.dtype == torch.float64:
             ways.append("float32 parameters, which halve everything")
-        fitting = self.budget // max(1, self._bytes(kept) // self.vectors) - 1
+        fitting = (self.budget - self.factors) // max(1, self._bytes(kept) // self.vectors) - 1
         if 1 <= fitting < self.vectors - 1:
             ways.append(f"krylov_dim={fitting}")
         ways.append("a larger memory_budget")

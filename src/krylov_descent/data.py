@@ -197,9 +197,11 @@ class Draw:
     @property
     def a(self) -> Iterable[Microbatch]:
         """The micro-batches of A; every iteration loads them anew and may be interleaved with others."""
-        if self.grows:  # A is C, and small
-            return self.c
-        return Stream(self._source, self._a)
+        return self._kept_a if self.grows else Stream(self._source, self._a)
+
+    @functools.cached_property
+    def _kept_a(self) -> Sequence[Microbatch]:
+        return list(Stream(self._source, self._a))
 
     @property
     def a_in_parts(self) -> Iterable[Microbatch]:
@@ -214,7 +216,7 @@ class Draw:
 
     @functools.cached_property
     def c(self) -> Sequence[Microbatch]:
-        """The micro-batches of C, loaded at first use; those of B where both sets are everything."""
+        """The micro-batches of C, loaded at first use; those of B where both are one set."""
         return self.b if self._c is self._b else list(Stream(self._source, self._c))
 
     @functools.cached_property

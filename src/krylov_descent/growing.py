@@ -12,11 +12,12 @@ from krylov_descent.loading import Device
 from krylov_descent.sample_set import SampleSet
 
 _FACTOR = 1.5  # of one growth
-_CURVATURE = 4  # B is a quarter of A
+_PART = 8  # B = C is an eighth of A: products and the look at the step then cost less than a third of the gradient
+_LEAST = 64  # samples in B, if A has as many: what fewer say of a step is noise
 
 
 class Growing(Subsets):
-    """Draws, at every step, a fresh set A = C and a quarter of it as B: few samples at first, more when noise demands.
+    """Draws, at every step, a fresh set A and an eighth of it as B = C: few samples at first, more when noise demands.
 
     For deep networks and much data, with ``KSD(model.parameters(), **DEEP)``. A step that was found on few samples is
     in part a fit to these alone: what the next step's samples say of it tells (``krylov_descent.confirmation``). Where
@@ -44,7 +45,7 @@ class Growing(Subsets):
         ...     return r.square().mean(), r
         >>> reports = [optimizer.step(closure, sets) for _ in range(50)]
         >>> reports[0].set_sizes
-        {'A': 500, 'B': 125, 'C': 500}
+        {'A': 500, 'B': 64, 'C': 64}
         >>> reports[-1].loss < 0.2 * reports[0].loss
         True
     """
@@ -91,7 +92,7 @@ class Growing(Subsets):
         Example:
             >>> import torch
             >>> Growing(torch.arange(10_000), batch_size=500, seed=0).draw(7, krylov_dim=1, search_growth=2).sizes
-            {'A': 1125, 'B': 282, 'C': 1125}
+            {'A': 1125, 'B': 141, 'C': 141}
         """
         n = self._size
         enough = math.log(max(1.0, n / self._start)) / math.log(_FACTOR)  # growths that reach all samples
@@ -104,8 +105,8 @@ class Growing(Subsets):
             of_shares=of_shares,
             key=(self._seed, iteration),
         )
-        a = cut(0, size)
-        return Draw(self._source, a, cut(0, -(-size // _CURVATURE)), a, grows=True)
+        b = cut(0, min(size, max(_LEAST, -(-size // _PART))))
+        return Draw(self._source, cut(0, size), b, b, grows=True)
 
 
 __all__ = ["Growing"]

@@ -157,6 +157,8 @@ class KroneckerPreconditioner:
         if not 0 < lam < math.inf:
             return None, factors
         own = [block for block in blocks if overlaps(block, parameters, comm)]
+        others = {f"{b.weight}.{side}_inverse" for b in blocks if b not in own for side in ("inputs", "outputs")}
+        factors = {name: x for name, x in factors.items() if name not in others}  # a checkpoint has those of all ranks
         past = number(factors, "damping")
         decay = sum(parameters.decay)
         stale = number(factors, "age") > _STALE or not past / _CHANGED < lam < past * _CHANGED

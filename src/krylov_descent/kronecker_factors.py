@@ -38,7 +38,7 @@ Sums = dict[str, Tensor]
 # What stands for a parameter. Of the opinions of several ranks the largest counts.
 UNKNOWN, BIAS, MATRIX, TABLE, PULLED, DIAGONAL = range(6)
 
-_LARGE = 4096  # rows or columns of a matrix beyond which a parameter outside of layers has a diagonal
+LARGE = 4096  # rows or columns of a matrix beyond which a parameter outside of layers has a diagonal
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ class PassOverSet:
             if len(modules[call.weight]) > 1 or call.weight in self.refused:
                 continue
             weight = self._objective.parameters.params[call.weight]
-            if call.width > _LARGE or (not call.table and weight[0].numel() > _LARGE):
+            if call.width > LARGE or (not call.table and weight[0].numel() > LARGE):
                 continue  # its factors would be larger than a step has room and time for
             if call.bias in self.refused or len(weights[call.bias]) > 1:
                 call = dataclasses.replace(call, bias=None)
@@ -219,7 +219,7 @@ def _kind_alone(x: Tensor) -> int:
     """Of a parameter outside of layers."""
     rows = x.shape[0] if x.ndim > 1 else 1
     columns = x.numel() // max(1, rows)
-    return PULLED if min(rows, columns) > 1 and max(rows, columns) <= _LARGE else DIAGONAL
+    return PULLED if min(rows, columns) > 1 and max(rows, columns) <= LARGE else DIAGONAL
 
 
 def _accumulate(sums: Sums, name: str, x: Tensor) -> None:

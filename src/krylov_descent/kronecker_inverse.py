@@ -66,7 +66,8 @@ def _inverse(M: Tensor, added: float) -> Tensor:
         added *= 10
         damped.diagonal().add_(added)
         L, info = torch.linalg.cholesky_ex(damped)
-    return torch.cholesky_inverse(L).to(M.dtype)
+    # Symmetric, and by columns as it comes: by rows, as a checkpoint restores it, or products would round otherwise.
+    return torch.cholesky_inverse(L).mT.to(M.dtype).contiguous()
 
 
 def solver(

@@ -81,6 +81,7 @@ def factors_of(factors: Factors, parameters: ParameterVector) -> dict[str, Tenso
     if max(roles, default=-1) >= len(parameters.params):
         return {}
     shapes = shapes_of(roles, parameters.params)
+    shapes |= {f"{name}_inverse": shape for name, shape in shapes.items()}
     if any(tuple(factors[name].shape) != shape for name, shape in shapes.items() if name in factors):
         return {}
     return {name: x.to(parameters.device, parameters.dtype) if x.ndim else x for name, x in factors.items()}

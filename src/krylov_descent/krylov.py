@@ -29,6 +29,7 @@ class KrylovBuilder:
     krylov_dim: int
     memory_budget: int | None
     storage: Storage = Storage()  # noqa: RUF009 — frozen
+    factor_bytes: Callable[[Objective], int] | None = None  # of a preconditioner that remembers, in a step
     announced: bool = field(default=False, init=False)
     _V: Rows | None = field(default=None, init=False, repr=False)
 
@@ -68,7 +69,7 @@ class KrylovBuilder:
         """Before anything runs.
 
         Raises:
-            ValueError: the budget is too small for V.
+            ValueError: the budget is too small for V and the preconditioner's factors.
         """
         need = self._need(objective)
         refusal = None if need is None else need.refusal()
@@ -94,7 +95,9 @@ class KrylovBuilder:
             return None
         length = part_length(objective.comm, parameters.numel)
         vectors = min(self.krylov_dim, parameters.count) + 1
-        return Need(self.memory_budget, vectors, length, parameters.dtype, parameters.device, self.storage)
+        factors = 0 if self.factor_bytes is None else self.factor_bytes(objective)
+        need = Need(self.memory_budget, vectors, length, parameters.dtype, parameters.device, self.storage)
+        return replace(need, factors=factors)
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy of an optimizer needs no copy of its workspace.

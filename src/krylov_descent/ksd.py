@@ -171,13 +171,14 @@ def _descend(
     subspace: Subspace | None = None
     # Compiled passes round otherwise: what the search compares comes from one of the two.
     known = (losses.mean, g) if draw.searches_all and objective.compiled is None else None
+    kept = g if known or confirmation is not None or settings.search.model is not None else None
     if grad_norm > 0:
         d_prev = memory.d_prev
         if d_prev is None and memory.iteration == 0 and settings.previous == "e1":  # line 1
             d_prev = comm.shard(parameters.first_unit())
         if settings.previous is None:
             d_prev = None
-        g = g.clone() if known else g  # the builder may write over it
+        g = g if kept is None else g.clone()  # the builder may write over it
         together(comm, lambda: len(draw.b))  # load it
         turn = Turn(memory.seed, memory.iteration, memory.carry)
         subspace = settings.builder(objective, draw.b, on_A.precondition or (lambda w: w), g, d_prev, turn)  # line 6
@@ -195,7 +196,7 @@ def _descend(
         together(comm, lambda: len(draw.c))  # load it
         noise = relative_noise(parameters.params[0].dtype)
         # The walk has vectors of all parameters: it must not outlive the search.
-        found = search_subspace(Walk(objective, draw.c), subspace, settings.search, noise, comm, known)  # 7-12
+        found = search_subspace(Walk(objective, draw.c), subspace, settings.search, noise, comm, known, kept)  # 7-12
     d = None if found.d is None else parameters.rounded(found.d)
     here = theta()
     objective.move_to(here if d is None else here + d)  # line 13
@@ -236,8 +237,8 @@ def _descend(
     )
     # Where A is what was searched, the step cannot have raised it: nothing to go back to, unless other samples follow.
     keep = d is not None and (draw.grows or (settings.rollback and not draw.searches_all))
-    if confirmation is not None and d is not None and known is not None:
-        confirmation = replace(confirmation, slope=-_dot(comm, known[1], d))
+    if confirmation is not None and d is not None and kept is not None:
+        confirmation = replace(confirmation, slope=-_dot(comm, kept, d))
     return report, replace(
         memory,
         iteration=memory.iteration + 1,

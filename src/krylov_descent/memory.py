@@ -11,6 +11,9 @@ from torch import Tensor
 from krylov_descent.basis import Carry
 from krylov_descent.confirmation import Confirmation
 
+Factors = Mapping[str, Tensor]
+"""What a preconditioner remembers, by name."""
+
 
 @dataclass(frozen=True, eq=False)
 class Memory:
@@ -36,4 +39,4 @@ class Memory:
     search_growth: int = 0
     carry: Carry | None = None
     confirmation: Confirmation | None = None
-    factors: Mapping[str, Tensor] | None = None
+    factors: Factors | None = None

@@ -21,9 +21,9 @@ from krylov_descent.data import Draw, Subsets
 from krylov_descent.distributed import Comm, ProcessGroup, Ranks, SingleProcess, together
 from krylov_descent.distributed.mesh import MeshComm
 from krylov_descent.distributed.sharded import lean_graphs
-from krylov_descent.distributed.state import even_part, own_part, require_same
+from krylov_descent.distributed.state import even_part, own_part, require_parts, require_same
 from krylov_descent.ksd import ksd_step
-from krylov_descent.memory import Memory
+from krylov_descent.memory import Factors, Memory
 from krylov_descent.objective import Objective
 from krylov_descent.options import Options, Preconditioning
 from krylov_descent.parameters import ParameterVector
@@ -74,8 +74,8 @@ class KSD(ClosureOptimizer):
         search: settings of the search over the subspace.
         weight_decay: c of ½·c·‖θ‖² in value, gradient and product alike, per group; 0 as in torch.optim.LBFGS.
         rollback: with sets, undo a step that raised the loss on A, and double C. The paper keeps every step.
-        memory_budget: bytes that V and the graphs of B may take. Graphs that do not fit are rebuilt for every product,
-            which the first step announces; a V that does not fit is refused, with what would. None: no limit.
+        memory_budget: bytes that V, Kronecker factors and the graphs of B may take. Graphs that do not fit are rebuilt
+            for every product, which the first step announces; the rest is refused, with what would fit. None: no limit.
         storage: how V is kept: ``Storage(dtype=torch.bfloat16)`` halves it, ``Storage(device="cpu")`` keeps it in host
             memory.
         compile: trace and compile the passes over C. Worth its half minute for small networks and long runs; a closure
@@ -276,19 +276,22 @@ class KSD(ClosureOptimizer):
             and numbers by name.
         """
         memory = self._remember(self._parameters())
-        if isinstance(self._comm, MeshComm):
-            raise ValueError(
-                "The parameters are DTensors, and so is the optimizer's state: save both with torch.distributed."
-                "checkpoint and its get_state_dict, which krylov_descent.distributed.checkpoint does not replace there."
-            )
+        require_parts(self._comm, self.numel)
         vectors, numbers = memory_parts(memory)
         return {k: None if x is None else even_part(x, self.numel, self._comm) for k, x in vectors.items()}, numbers
 
-    def load_sharded_state(self, vectors: Mapping[str, Tensor | None], numbers: Mapping[str, int | float]) -> None:
-        """Take back what ``sharded_state`` gave, on any number of ranks; a collective."""
+    @property
+    def factors(self) -> Factors:
+        """What the preconditioner remembers, if it does: each tensor whole, on all ranks or on those that need it."""
+        return self._remember(self._parameters()).factors or {}
+
+    def load_sharded_state(
+        self, vectors: Mapping[str, Tensor | None], numbers: Mapping[str, int | float], factors: Factors | None = None
+    ) -> None:
+        """Take back what ``sharded_state`` gave, and all ranks' ``factors``, on any number of them; a collective."""
         parameters = self._parameters()
         parts = {k: None if x is None else own_part(x, parameters, self._comm) for k, x in vectors.items()}
-        self._store(parameters, memory_of(parts, numbers))
+        self._store(parameters, replace(memory_of(parts, numbers), factors=factors))
 
     def _remember(self, parameters: ParameterVector) -> Memory:
         return read_memory(self.state, self._first_parameter(), parameters, self._options.seed, self._comm)

@@ -9,6 +9,7 @@ from krylov_descent.base import whole
 from krylov_descent.budget import Storage
 from krylov_descent.curvature import CURVATURES
 from krylov_descent.kronecker import Kronecker
+from krylov_descent.kronecker_memory import step_bytes
 from krylov_descent.krylov import KrylovBuilder
 from krylov_descent.ksd import Settings
 from krylov_descent.precondition import Fisher, Preconditioner, RememberingPreconditioner
@@ -80,7 +81,8 @@ class Options:
     def builder(self) -> Builder:
         """What builds the subspace of a step."""
         if self.basis == "krylov":
-            return KrylovBuilder(CURVATURES[self.curvature], self.krylov_dim, self.memory_budget, self.storage)
+            factors = step_bytes if isinstance(self._given(), Kronecker) else None
+            return KrylovBuilder(CURVATURES[self.curvature], self.krylov_dim, self.memory_budget, self.storage, factors)
         return RationalBuilder(Rational() if self.basis == "rational" else self.basis, self.memory_budget)
 
     def settings(self, builder: Builder) -> Settings:

@@ -36,7 +36,11 @@ class Preconditioner(Protocol):
 
 @runtime_checkable
 class RememberingPreconditioner(Protocol):
-    """A way to precondition by statistics of B, added to those of earlier steps."""
+    """A way to precondition by statistics of B, added to those of earlier steps.
+
+    What it remembers under one name must be the same on all ranks that have it: a checkpoint stores it once, as a
+    contiguous tensor, and gives it to all.
+    """
 
     def refresh(
         self,

@@ -36,9 +36,9 @@ class Search:
             the search the directions that matter at the end (docs/paper-map.md has the measurement).
         negative: what becomes of negative eigenvalues: "floor" raises them to the floor as in the paper;
             "absolute" takes |λ|, the saddle-free variant (Dauphin et al. 2014).
-        model: take the minimum of the quadratic model without a search, by one forward pass, where f falls there by at
-            least this part of what the model predicts; None always searches, as the paper does. For sets so small that
-            a search would find their minimum and not that of other samples.
+        model: take the minimum of the quadratic model (gradient on A, curvature on B) without a search, where f on C
+            falls there by at least this part of what the model predicts; None always searches, as the paper does. For
+            sets so small that a search would find their minimum and not that of other samples.
 
     Example:
         >>> from krylov_descent import KSD, Search
@@ -114,8 +114,8 @@ class Walker(Protocol):
         """f and its gradient where the first line begins."""
         ...
 
-    def value(self, p: Tensor) -> float:
-        """f at p from where the first line begins, before there is one."""
+    def value(self, p: Tensor | None = None) -> float:
+        """f at p from where the first line begins, or where it begins, before there is one."""
         ...
 
     def begin(self, p: Tensor, *, moved: bool) -> None:
@@ -231,6 +231,7 @@ def search_subspace(
     noise: float,
     comm: Comm,
     at_zero: tuple[float, Tensor] | None = None,
+    g: Tensor | None = None,
 ) -> Found:
     """Minimise f(θ + V̄a) over a.
 
@@ -240,30 +241,44 @@ def search_subspace(
         options: caps, floor and tolerance.
         noise: relative rounding noise of f.
         comm: completes inner products.
-        at_zero: ``walk.at_origin()``, if it is known.
+        at_zero: ``walk.at_origin()``, if known.
+        g: gradient of the model (``Search(model=...)``) [P_local], of more samples than f is here; None for that of f.
     """
     floor = torch.finfo(subspace.V.dtype).eps ** 0.5 if options.floor is None else options.floor
     C = whiten(subspace.H, floor, options.negative)  # lines 7-8
     lines = _Subspace(walk, subspace.V, C, comm)
     a0 = torch.zeros(len(C), dtype=torch.float64, device="cpu")  # line 10
-    before, g = walk.at_origin() if at_zero is None else at_zero
-    first = int(at_zero is None)
-    start = before, lines.project(g)
-    del g, at_zero
+    first = 0
     carry = None
 
-    def value(c: Tensor) -> float:
+    def value(c: Tensor | None = None) -> float:
         nonlocal first
         first += 1
-        return walk.value(lines.combine(c))
+        return walk.value(None if c is None else lines.combine(c))
+
+    def known() -> tuple[float, Tensor]:
+        nonlocal first
+        if at_zero is not None:
+            return at_zero
+        first += 1
+        return walk.at_origin()
 
     if options.model is not None and subspace.starts is None:
-        a = -start[1]  # where the quadratic model, whose Hessian is I in these coordinates, has its minimum
+        if g is None:
+            at_zero = known()
+            g = at_zero[1]
+        before = value() if at_zero is None else at_zero[0]
+        a = -lines.project(g)  # where the quadratic model, whose Hessian is I in these coordinates, has its minimum
         predicted = float(a @ a) / 2
         c = lines.coefficients(a)
         after = value(c) if lines.within_reach(c) else math.inf
         if before - after >= options.model * predicted > 0:
             return lines.found(a, before, after, 0, first, StopReason.MODEL, carry, exact=True)
+    at_zero = known()
+    before = at_zero[0]
+    start = before, lines.project(at_zero[1])
+    del g  # vectors of P numbers
+    at_zero = None
     if subspace.starts is not None:
         best = best_start(subspace.starts, value, before)
         if best is not None:

@@ -29,14 +29,17 @@ class Walk:
 
     def at_origin(self) -> tuple[float, Tensor]:
         """f and this rank's part of ∇f [P_local] where the first line begins."""
+        if self._evaluations:
+            self._objective.parameters.write(self._origin)
         losses, g = self._objective.value_and_gradient(self._batches)
         self._count()
         return losses.mean, g
 
-    def value(self, p: Tensor) -> float:
-        """f at p from the origin, by forward passes; p is this rank's part [P_local]."""
+    def value(self, p: Tensor | None = None) -> float:
+        """f at p from the origin, or at the origin itself, by forward passes; p is this rank's part [P_local]."""
         objective = self._objective
-        objective.parameters.write(self._origin, objective.comm.all_gather(p, objective.parameters.numel), 1.0)
+        if p is not None:
+            objective.parameters.write(self._origin, objective.comm.all_gather(p, objective.parameters.numel), 1.0)
         value = objective.value(self._batches).mean
         self._count()
         return value

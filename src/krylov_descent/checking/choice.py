@@ -28,7 +28,7 @@ def choice(problem: Problem) -> Iterator[Finding]:
             "basis",
             "ok",
             "one direction and the last step: sets that grow ask for many cheap steps, with a preconditioner that sees "
-            "layers; memory and time above are those of K Krylov vectors and the Fisher diagonal",
+            "layers; the time above is that of K Krylov vectors and the Fisher diagonal",
             "KSD(model.parameters(), **DEEP).",
         )
         return

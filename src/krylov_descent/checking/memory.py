@@ -1,4 +1,4 @@
-"""What a step holds: the basis V and the graphs of B."""
+"""What a step holds: the basis V, the graphs of B, and the factors of a preconditioner that has some."""
 
 from __future__ import annotations
 
@@ -10,15 +10,19 @@ from krylov_descent.budget import Need, Storage, at_hand, share
 from krylov_descent.checking.finding import Finding, bytes_in_words
 from krylov_descent.checking.problem import Problem
 from krylov_descent.curvature import CURVATURES, CurvatureProduct
+from krylov_descent.kronecker_memory import step_bytes
 
 _ANYTHING = 1 << 62  # a budget that keeps everything and still measures
 
 
 def memory(problem: Problem, available: int | None) -> Iterator[Finding]:
-    """The basis for some K, the graphs of B, and what to do where they do not fit."""
+    """The basis for some K, the graphs of B, the factors, and what to do where they do not fit."""
     if problem.working is None:
         return
-    need = {K: _need(problem, K) for K in sorted({10, 20, 50, problem.krylov_dim})}
+    deep = problem.draw.grows  # the line to paste has **DEEP then: K = 1, and factors
+    chosen = 1 if deep else problem.krylov_dim
+    need = {K: _need(problem, K) for K in ([1] if deep else sorted({10, 20, 50, chosen}))}
+    factors = step_bytes(problem.objective)
     batch, parts = problem.first_microbatch("B")
     kind = CURVATURES[problem.working]
     graphs = CurvatureProduct(kind, problem.objective, [batch], memory_budget=_ANYTHING).kept_bytes * parts
@@ -27,13 +31,15 @@ def memory(problem: Problem, available: int | None) -> Iterator[Finding]:
     budget = _ANYTHING if available is None else share(available)
     problem.room = budget - graphs
     bases = ", ".join(f"{bytes_in_words(x.basis)} for K = {K}" for K, x in need.items())
-    detail = f"basis {bases}; graphs of B {bytes_in_words(graphs)}"
-    basis = need[problem.krylov_dim].basis
-    if available is None or basis + graphs <= budget:
+    detail = f"basis {bases}; graphs of B {bytes_in_words(graphs)}; "
+    detail += f"factors {'of' if deep else 'with'} preconditioner='kronecker' up to {bytes_in_words(factors)}"
+    basis = need[chosen].basis
+    held = basis + factors * deep
+    if available is None or held + graphs <= budget:
         yield Finding("memory", "ok", detail)
         return
     detail += f"; at hand {bytes_in_words(available)}"
-    if basis <= budget:
+    if held <= budget:
         problem.line["memory_budget"] = str(budget)
         remedy = (
             f"KSD(memory_budget={budget}): graphs that do not fit are rebuilt for every product, which makes one 1.7 "
@@ -41,14 +47,18 @@ def memory(problem: Problem, available: int | None) -> Iterator[Finding]:
         )
         yield Finding("memory", "warn", f"{detail}: the graphs do not fit", remedy)
         return
+    if deep and basis <= budget:  # a warning, as the figure is a bound
+        remedy = "KSD(model.parameters(), **{**DEEP, 'preconditioner': 'fisher'}) has no factors."
+        yield Finding("memory", "warn", f"{detail}: the factors may not fit", remedy)
+        return
     halved = Storage(dtype=torch.bfloat16)
-    if _need(problem, problem.krylov_dim, halved).basis <= budget:
+    if not deep and _need(problem, chosen, halved).basis <= budget:
         problem.line["storage"] = "Storage(dtype=torch.bfloat16)"
         problem.line["memory_budget"] = str(budget)
         remedy = f"KSD(storage=Storage(dtype=torch.bfloat16), memory_budget={budget}) keeps the basis in bfloat16."
         yield Finding("memory", "warn", f"{detail}: the basis does not fit", remedy)
         return
-    fitting = budget // max(1, basis // (problem.krylov_dim + 1)) - 1
+    fitting = budget // max(1, basis // (chosen + 1)) - 1
     remedy = f"KSD(krylov_dim={fitting}), or" if fitting >= 1 else "Train fewer parameters, or use"
     yield Finding("memory", "fail", f"{detail}: the basis does not fit", f"{remedy} several ranks, which share it.")
 

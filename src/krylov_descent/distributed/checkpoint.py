@@ -7,6 +7,9 @@ replaced after that, and old ones are removed last. Killed at any moment, a run 
 Torch's random generators are not saved. The optimizer draws from none of them (its samples follow from seed and
 iteration), and those of R ranks have no meaning for another R. A program that does use them puts into ``extra`` what it
 needs, for example ``torch.get_rng_state().tolist()``.
+
+What a preconditioner remembers is stored as it is, inverses included, though each of these could be made from the rest:
+made anew they would be fresher than those of a run that was not interrupted, and the next steps others.
 """
 
 from __future__ import annotations
@@ -25,10 +28,13 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 
 from krylov_descent.distributed.agreement import by_first, explained, gather, rank_in, together
 from krylov_descent.distributed.directory import choose, publish, seen, start
+from krylov_descent.distributed.groups import groups_of, require_groups
 from krylov_descent.distributed.manifest import DTYPES, Manifest, read_manifest, short
 from krylov_descent.distributed.storage import ManifestReader, ManifestWriter, Part, PartLoadPlanner, PartSavePlanner
 
 State = tuple[dict[str, Tensor | None], dict[str, int | float]]
+
+_FACTOR = "factors/"  # begins the names of what a preconditioner remembers; older checkpoints have none
 
 
 class ShardedOptimizer(Protocol):
@@ -53,8 +59,15 @@ class ShardedOptimizer(Protocol):
         """
         ...
 
-    def load_sharded_state(self, vectors: dict[str, Tensor | None], numbers: dict[str, int | float]) -> None:
-        """Take what ``sharded_state`` gave; ValueError, with nothing changed, if it is not such a thing."""
+    @property
+    def factors(self) -> Mapping[str, Tensor]:
+        """What its preconditioner remembers: tensors that a rank has whole or not at all, and as other ranks do."""
+        ...
+
+    def load_sharded_state(
+        self, vectors: dict[str, Tensor | None], numbers: dict[str, int | float], factors: Mapping[str, Tensor] | None
+    ) -> None:
+        """Take what these two gave, the factors of all ranks; ValueError, with nothing changed, if it is not that."""
         ...
 
 
@@ -71,7 +84,7 @@ def save(
     Args:
         directory: for all checkpoints of the run, on a file system that all ranks see. Nobody else may write there.
         model: its parameters and buffers are saved once, by whichever ranks.
-        optimizer: its state is saved in parts, each by the rank that has it, with the settings of its groups.
+        optimizer: its state is saved in parts, each by a rank that has it, with the settings of its groups.
         extra: anything else, of JSON types; that of rank 0 is kept.
         keep: checkpoints to keep, this one included; older ones are removed.
 
@@ -158,8 +171,9 @@ def load(
         )
 
     def commit() -> None:
+        factors = {n.removeprefix(_FACTOR): p.tensor for n, p in parts.items() if n.startswith(_FACTOR)}
         try:
-            optimizer.load_sharded_state(vectors, numbers)
+            optimizer.load_sharded_state(vectors, numbers, factors or None)
         except ValueError as error:
             raise ValueError(f"{path}: {error} Load another checkpoint.") from None
         model.load_state_dict({n.removeprefix("model/"): p.tensor for n, p in parts.items() if n.startswith("model/")})
@@ -188,6 +202,7 @@ def _contents(
         if vector is not None:
             start = min(rank * vector.numel(), P)
             parts[f"optimizer/{name}"] = Part(vector[: P - start], start, P)
+    parts |= {f"{_FACTOR}{name}": Part(x) for name, x in optimizer.factors.items()}
     extra = {} if extra is None else dict(extra)
     try:
         same = json.loads(json.dumps(extra, allow_nan=False)) == extra
@@ -200,7 +215,7 @@ def _contents(
             f"extra={short(extra)} would not come back the same: in JSON, keys are strings and tuples become lists."
         )
     encoded = {k: x if isinstance(x, int) or math.isfinite(x) else str(float(x)) for k, x in numbers.items()}
-    return parts, {"numbers": encoded, "groups": _groups(model, optimizer), "extra": extra}
+    return parts, {"numbers": encoded, "groups": groups_of(model, optimizer.param_groups), "extra": extra}
 
 
 def _targets(
@@ -225,7 +240,7 @@ def _targets(
                 f"and {[*tensor.shape]} of {tensor.dtype} here. Build the model as it was when it was saved."
             )
         parts[f"model/{name}"] = Part(torch.empty_like(tensor, device="cpu"))
-    _check_groups(path, manifest.values, _groups(model, optimizer))
+    require_groups(path, manifest.values, groups_of(model, optimizer.param_groups))
     P, (rank, ranks) = optimizer.numel, rank_in(optimizer.process_group)
     s = -(-P // ranks)
     start = min(rank * s, P)
@@ -234,6 +249,9 @@ def _targets(
     for key, there in saved.items():
         name = key.removeprefix("optimizer/")
         if key.startswith("model/"):
+            continue
+        if key.startswith(_FACTOR):
+            parts[key] = Part(torch.empty(there.size, dtype=there.properties.dtype, device=device))
             continue
         if name not in vectors or [*there.size] != [P] or not there.properties.dtype.is_floating_point:
             raise ValueError(
@@ -244,48 +262,6 @@ def _targets(
         vectors[name] = vector
         parts[key] = Part(vector[: P - start], start, P)
     return manifest, parts, vectors, _numbers(path, manifest.values, now[1])
-
-
-def _groups(model: torch.nn.Module, optimizer: ShardedOptimizer) -> list[dict[str, Any]]:
-    """The parameter groups: names, whether they are trained, and the settings that are numbers."""
-    names = {id(p): name for name, p in reversed([*model.named_parameters(remove_duplicate=False)])}
-    groups = []
-    for i, group in enumerate(optimizer.param_groups):
-        for p in group["params"]:
-            if id(p) not in names:
-                raise ValueError(
-                    f"Parameter group {i} has a parameter of shape {[*p.shape]} that is not the model's. Give save and "
-                    "load a module that holds all that is trained, such as a ModuleList."
-                )
-        parameters = [[names[id(p)], p.requires_grad] for p in group["params"]]
-        settings = {k: x for k, x in group.items() if type(x) in (int, float, bool) and math.isfinite(x)}
-        groups.append({"parameters": parameters, "settings": settings})
-    return groups
-
-
-def _check_groups(path: Path, values: dict[str, Any], current: list[dict[str, Any]]) -> None:
-    saved = values.get("groups")
-    if not isinstance(saved, list) or not all(
-        isinstance(g, dict) and isinstance(g.get("settings"), dict) for g in saved
-    ):
-        raise ValueError(f"{path}: groups is {short(saved)}, no list of parameter groups. Load another checkpoint.")
-    for key in ("extra", "numbers"):
-        if not isinstance(values.get(key), dict):
-            raise ValueError(f"{path}: {key} is {short(values.get(key))}, no object. Load another checkpoint.")
-    if len(saved) != len(current):
-        raise ValueError(
-            f"{path} has {len(saved)} parameter groups, the optimizer {len(current)}. Build it as it was when saved."
-        )
-    for i, (there, here) in enumerate(zip(saved, current, strict=True)):
-        if there.get("parameters") != here["parameters"]:
-            raise ValueError(
-                f"{path} is a checkpoint of other parameter groups: group {i} has [name, trained] = "
-                f"{short(there.get('parameters'))} there, and {short(here['parameters'])} here. Give the optimizer the "
-                "same parameters in the same order, and freeze the same ones."
-            )
-        for key, x in there["settings"].items():
-            if key == "params" or type(x) not in (int, float, bool) or (key == "weight_decay" and x < 0):
-                raise ValueError(f"{path}: {key} of group {i} is {short(x)}, no such setting. Load another checkpoint.")
 
 
 def _numbers(path: Path, values: dict[str, Any], current: dict[str, int | float]) -> dict[str, int | float]:

@@ -42,6 +42,19 @@ def require_same(comm: Comm, parameters: ParameterVector, numbers: Sequence[int]
     )
 
 
+def require_parts(comm: Comm, numel: int) -> None:
+    """Vectors must be in parts, one after the other.
+
+    Raises:
+        ValueError: they are spread as DTensor parameters are.
+    """
+    if comm.bounds(numel) is None:
+        raise ValueError(
+            "The parameters are DTensors, and so is the optimizer's state: save both with torch.distributed."
+            "checkpoint and its get_state_dict, which krylov_descent.distributed.checkpoint does not replace there."
+        )
+
+
 def even_part(x: Tensor, numel: int, comm: Comm) -> Tensor:
     """A part as this rank uses it → as a checkpoint keeps it."""
     even = _even(comm)

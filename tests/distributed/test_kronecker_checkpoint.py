@@ -1,0 +1,155 @@
+"""Checkpoints of runs whose preconditioner remembers: a resumed run takes the steps of one that was left alone."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+
+from krylov_descent import DEEP, KSD, Growing
+from krylov_descent.distributed import Ranks, checkpoint
+from krylov_descent.distributed.manifest import MANIFEST
+from tests.distributed.pool import Pool
+from tests.distributed.test_kronecker import Network
+
+END = 18
+
+
+def build(group: Any = None, reproducible: int = 0, **settings: Any) -> tuple[nn.Module, KSD]:
+    model = Network()
+    ranks = Ranks(group, reproducible=reproducible)
+    return model, KSD(model.parameters(), **{**DEEP, **settings}, process_group=ranks)
+
+
+def steps(model: nn.Module, optimizer: KSD, count: int) -> list[float]:
+    generator = torch.Generator().manual_seed(1)
+    data = torch.randint(5, (300, 4), generator=generator), torch.randint(3, (300,), generator=generator)
+    sets = Growing(data, batch_size=30, start=60, seed=0)
+
+    def closure(batch: Any) -> tuple[Tensor, Tensor]:
+        z = model(batch[0])
+        return F.cross_entropy(z, batch[1]), z
+
+    return [optimizer.step(closure, sets).loss for _ in range(count)]
+
+
+def run(group: Any, begin: str | None, count: int, end: str | None, reproducible: int = 0) -> dict[str, Any]:
+    """Some steps, from a checkpoint if one is named, and to another one."""
+    model, optimizer = build(group, reproducible)
+    if begin is not None:
+        assert checkpoint.load(begin, model, optimizer) == {}
+    loaded = dict(optimizer.factors)
+    losses, ages = [], []
+    for _ in range(count):
+        losses += steps(model, optimizer, 1)
+        ages.append(float(optimizer.factors["age"]))
+    if end is not None:
+        checkpoint.save(end, model, optimizer)
+    return {
+        "theta": theta(model),
+        "losses": losses,
+        "loaded": loaded,
+        "ages": ages,
+        "factors": dict(optimizer.factors),
+    }
+
+
+def theta(model: nn.Module) -> Tensor:
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+
+def pause(ages: list[float]) -> int:
+    """After so many steps, the next one still uses the inverses that there are: new ones would be others."""
+    return next(k for k in range(8, END) if ages[k] > 0)
+
+
+def inverses(factors: Mapping[str, Tensor]) -> set[str]:
+    return {name for name in factors if name.endswith("_inverse")}
+
+
+@pytest.mark.parametrize("R", [1, 2, 3])
+def test_a_resumed_run_takes_the_same_steps(pool: Pool, tmp_path: Path, R: int) -> None:
+    whole = pool.run(R, run, None, END, None)
+    stop = pause(whole[0]["ages"])
+    first = pool.run(R, run, None, stop, str(tmp_path))
+    rest = pool.run(R, run, str(tmp_path), END - stop, None)
+    every = set().union(*(inverses(rank["factors"]) for rank in first))
+    for a, b, c in zip(whole, first, rest, strict=True):
+        assert inverses(c["loaded"]) == every
+        assert all(torch.equal(x, c["loaded"][name]) for name, x in b["factors"].items())
+        assert b["losses"] + c["losses"] == a["losses"]
+        assert torch.equal(c["theta"], a["theta"])
+        assert c["factors"].keys() == a["factors"].keys()  # a rank keeps what it needs, as before
+        assert all(torch.equal(x, c["factors"][name]) for name, x in a["factors"].items())
+
+
+def test_on_another_number_of_ranks(pool: Pool, tmp_path: Path) -> None:
+    work = functools.partial(run, reproducible=4)
+    whole = pool.run(4, work, None, END, None)[0]
+    stop = pause(whole["ages"])
+    pool.run(4, work, None, stop, str(tmp_path / "four"))
+    for R in (1, 2):
+        for rank in pool.run(R, work, str(tmp_path / "four"), END - stop, str(tmp_path / str(R))):
+            assert rank["losses"] == whole["losses"][stop:]
+            assert torch.equal(rank["theta"], whole["theta"])
+    # And in one process without a group, from what two ranks wrote.
+    model, optimizer = build()
+    checkpoint.load(tmp_path / "2", model, optimizer)
+    assert all(torch.equal(x, optimizer.factors[name]) for name, x in whole["factors"].items())
+
+
+def test_without_inverses_or_factors_the_steps_would_be_others(tmp_path: Path) -> None:
+    """Otherwise the tests above would show nothing."""
+    stop = pause(run(None, None, END, None)["ages"])
+    run(None, None, stop, str(tmp_path))
+    expected = run(None, str(tmp_path), 1, None)["theta"]
+    for some in (True, False):
+        model, optimizer = build()
+        checkpoint.load(tmp_path, model, optimizer)
+        factors = {n: x for n, x in optimizer.factors.items() if some and not n.endswith("_inverse")}
+        optimizer.load_sharded_state(*optimizer.sharded_state(), factors)
+        steps(model, optimizer, 1)
+        assert not torch.equal(theta(model), expected)
+
+
+def test_a_checkpoint_without_factors_begins_with_none(tmp_path: Path) -> None:
+    """As older ones are, and those of other preconditioners."""
+    model, optimizer = build(preconditioner="fisher")
+    steps(model, optimizer, 2)
+    path = checkpoint.save(tmp_path, model, optimizer)
+    assert not any("factors" in name for name in json.loads((path / MANIFEST).read_text())["tensors"])
+    other, remembering = build()
+    steps(other, remembering, 3)
+    assert remembering.factors
+    checkpoint.load(tmp_path, other, remembering)
+    assert not remembering.factors
+    steps(other, remembering, 1)
+    assert float(remembering.factors["updates"]) == 1
+
+
+def test_damaged_factors_are_refused(tmp_path: Path) -> None:
+    model, optimizer = build()
+    steps(model, optimizer, 2)
+    path = checkpoint.save(tmp_path, model, optimizer)
+    before = dict(optimizer.factors)
+    tensors = json.loads((path / MANIFEST).read_text())["tensors"]
+    names = [name for name in tensors if name.startswith("factors/")]
+    assert {name.removeprefix("factors/") for name in names} == before.keys()
+    for name in ("factors/6.outputs_inverse", "factors/0.inputs", "factors/age"):
+        (block,) = tensors[name]["blocks"]
+        file = path / block["file"]
+        whole = file.read_bytes()
+        middle = block["start"] + block["length"] // 2
+        file.write_bytes(whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :])
+        with pytest.raises(ValueError, match=f"is damaged: .* of {name}, do not have the checksum"):
+            checkpoint.load(tmp_path, model, optimizer)
+        file.write_bytes(whole)
+        assert all(torch.equal(x, optimizer.factors[key]) for key, x in before.items())
+    assert checkpoint.load(tmp_path, model, optimizer) == {}
