@@ -10,7 +10,7 @@ times as much as others, d being made of their gradients.)
 
 While the share is below one half, the noise of the gradient is larger than the gradient, in the metric of the step: a
 direction from twice the samples is about twice as good, so that larger sets cost nothing per sample, and save what a
-step costs beside them. Above it they would begin to cost.
+step costs beside them. Above it they would begin to cost, unless they are soon all samples: noise ends there.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-_FEWEST = 20  # steps before a mean is believed: one slope scatters as those of a few hundred samples do
+_FEWEST = 10  # steps before a mean is believed: one slope scatters as those of a few hundred samples do
+_MOST = 4  # growths at once, by a factor of five in all
+GROWTH = 1.5  # of sets, each time
 _MEMORY = 0.95
-_HALF = 0.5
 
 
 @dataclass(frozen=True)
@@ -32,26 +33,34 @@ class Confirmation:
         expected: the mean of −gᵀd.
         confirmed: the mean of what other samples say of it.
         judged: steps in these means.
+        wanted: the share below which larger sets pay.
     """
 
     slope: float = 0.0
     expected: float = 0.0
     confirmed: float = 0.0
     judged: float = 0.0
+    wanted: float = 0.5
 
     def after(self, confirmed: float) -> Confirmation:
         """With the last step judged: ``confirmed`` is dᵀH′d − g′ᵀd.
 
         Example:
             >>> Confirmation(slope=2.0).after(0.5)
-            Confirmation(slope=0.0, expected=2.0, confirmed=0.5, judged=1.0)
+            Confirmation(slope=0.0, expected=2.0, confirmed=0.5, judged=1.0, wanted=0.5)
         """
         if not 0 < self.slope < math.inf or not math.isfinite(confirmed):
             return replace(self, slope=0.0)
         judged = self.judged + 1
         e = min(_MEMORY, 1 - 1 / judged)
         seen = max(-self.slope, min(self.slope, confirmed))  # a step far from the quadratic model counts no more
-        return Confirmation(0.0, e * self.expected + (1 - e) * self.slope, e * self.confirmed + (1 - e) * seen, judged)
+        return replace(
+            self,
+            slope=0.0,
+            expected=e * self.expected + (1 - e) * self.slope,
+            confirmed=e * self.confirmed + (1 - e) * seen,
+            judged=judged,
+        )
 
     @property
     def share(self) -> float:
@@ -59,6 +68,26 @@ class Confirmation:
         return self.confirmed / self.expected if self.expected > 0 else 1.0
 
     @property
-    def too_little(self) -> bool:
-        """Whether larger sets pay."""
-        return self.judged >= _FEWEST and self.share < _HALF
+    def growths(self) -> int:
+        """How often the sets should grow now: noise over signal is in inverse proportion to their size.
+
+        Example:
+            >>> [Confirmation(0.0, 1.0, share, 20).growths for share in (0.6, 0.45, 0.2, -0.1)]
+            [0, 1, 3, 4]
+        """
+        if self.judged < _FEWEST or self.share >= self.wanted:
+            return 0
+        if self.share <= 0:
+            return _MOST
+        times = (1 / self.share - 1) / (1 / self.wanted - 1)
+        return min(_MOST, max(1, round(math.log(times) / math.log(GROWTH))))
+
+
+def wanted(coverage: float) -> float:
+    """The share below which larger sets pay, where A is this part of all samples: one half of few, all of nearly all.
+
+    Example:
+        >>> wanted(0.0), wanted(0.5)
+        (0.5, 0.75)
+    """
+    return (1 + coverage) / 2

@@ -185,6 +185,11 @@ class Draw:
         self._a, self._b, self._c = a, b, c
 
     @property
+    def coverage(self) -> float:
+        """The part of all samples that is in A."""
+        return self._a.size / self._a.population
+
+    @property
     def covers_all(self) -> bool:
         """Whether A is all samples, so that losses on it compare from step to step."""
         return self._a.size == self._a.population

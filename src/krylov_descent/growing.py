@@ -7,17 +7,20 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from krylov_descent.confirmation import GROWTH
 from krylov_descent.data import Draw, Subsets
 from krylov_descent.loading import Device
 from krylov_descent.sample_set import SampleSet
 
-_FACTOR = 1.5  # of one growth
-_PART = 8  # B = C is an eighth of A: products and the look at the step then cost less than a third of the gradient
-_LEAST = 64  # samples in B, if A has as many: what fewer say of a step is noise
+_PART = (
+    8  # C is an eighth of A: so many tell whether a step holds on A, as what is found there is no less than its noise
+)
+_LEAST = 64  # samples in B and C, if A has as many
+_MOST = 512  # samples in B: averages over steps, and two directions, need no more
 
 
 class Growing(Subsets):
-    """Draws, at every step, a fresh set A and an eighth of it as B = C: few samples at first, more when noise demands.
+    """Draws, at every step, a fresh set A, and parts of it as B and C: few samples at first, more when noise demands.
 
     For deep networks and much data, with ``KSD(model.parameters(), **DEEP)``. A step that was found on few samples is
     in part a fit to these alone: what the next step's samples say of it tells (``krylov_descent.confirmation``). Where
@@ -95,8 +98,8 @@ class Growing(Subsets):
             {'A': 1125, 'B': 141, 'C': 141}
         """
         n = self._size
-        enough = math.log(max(1.0, n / self._start)) / math.log(_FACTOR)  # growths that reach all samples
-        size = n if search_growth >= enough else round(self._start * _FACTOR**search_growth)
+        enough = math.log(max(1.0, n / self._start)) / math.log(GROWTH)  # growths that reach all samples
+        size = n if search_growth >= enough else round(self._start * GROWTH**search_growth)
         cut = functools.partial(
             SampleSet,
             population=n,
@@ -105,8 +108,10 @@ class Growing(Subsets):
             of_shares=of_shares,
             key=(self._seed, iteration),
         )
-        b = cut(0, min(size, max(_LEAST, -(-size // _PART))))
-        return Draw(self._source, cut(0, size), b, b, grows=True)
+        part = min(size, max(_LEAST, -(-size // _PART)))
+        c = cut(0, part)
+        b = c if part <= _MOST else cut(0, _MOST)
+        return Draw(self._source, cut(0, size), b, c, grows=True)
 
 
 __all__ = ["Growing"]

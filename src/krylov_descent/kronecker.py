@@ -1,7 +1,7 @@
 """The Kronecker-factored preconditioner: D⁻¹ = F⁻¹ of a Gauss–Newton matrix that sees layers, remembered over steps.
 
 Letters: F ≈ block-diagonal of A ⊗ G for each layer (kronecker_factors.py) and of a diagonal for other parameters;
-τ the option, λ = τ tr F/P the damping; c the weight decay; n updates, e = min(memory, 1 − 1/n) the weight of the past.
+τ the option, λ = τν tr F/P the damping; c the weight decay; n updates, e = min(memory, 1 − 1/n) the weight of the past.
 
 Ranks: sums of all ranks are on each of them, by one reduce-scatter and one all-gather of as many numbers as there are
 in all A and G. Inverses are computed where a rank's part of the vector overlaps the layer. D⁻¹w gathers w.
@@ -28,6 +28,7 @@ from krylov_descent.objective import Objective
 __all__ = ["Factors", "Kronecker", "KroneckerPreconditioner"]
 
 _STALE = 0.1  # inverses are made anew when more than this part of the averages has been replaced
+_LEAST = 0.05  # of λ, where there is no noise
 _CHANGED = 1.2  # or when the damping has changed by this factor
 
 
@@ -39,7 +40,8 @@ class Kronecker:
     from pull-backs to the matrix itself, all other parameters the diagonal of the Gauss–Newton matrix.
 
     Args:
-        damping: τ; λ = τ tr F/P, the mean curvature times τ, is added to F.
+        damping: τ; λ = τ tr F/P, the mean curvature times τ, is added to F. On sets that grow, λ falls with the noise
+            that it guards against: in proportion to the part of the samples that A leaves out, down to a twentieth.
         memory: the weight of the past in the running averages of the factors; smaller while they are young.
 
     Example:
@@ -77,6 +79,7 @@ class KroneckerPreconditioner:
         batches: Sequence[Microbatch],
         factors: Factors | None,
         key: tuple[int, ...],
+        noise: float = 1.0,
     ) -> tuple[Callable[[Tensor], Tensor] | None, Factors]:
         """The factors with the statistics of B added, and D⁻¹ from them. A collective.
 
@@ -85,6 +88,7 @@ class KroneckerPreconditioner:
             batches: this rank's micro-batches of B.
             factors: what the last call returned, or None at first; left as it is.
             key: seeds the random signs.
+            noise: ν in [0, 1], of the gradient, relative to that of a small sample.
 
         Returns:
             w [P_local] → D⁻¹w [P_local], or None where the closure gave only the loss, or no curvature; and the new
@@ -104,13 +108,13 @@ class KroneckerPreconditioner:
         if not math.isfinite(sum(trace(x) for x in fresh.values() if x.ndim)):
             if not old:
                 return None, {}
-            return self._solver(objective, old)
+            return self._solver(objective, old, noise)
         e = min(self._options.memory, 1 - 1 / n)
         new = averaged(old, fresh, roles, e)
         new["updates"] = scalar(n)
         new["places"] = torch.tensor(parameters.places, dtype=parameters.dtype, device=parameters.device)
         new["age"] = scalar(1 - (1 - number(old, "age")) * e)
-        return self._solver(objective, new)
+        return self._solver(objective, new, noise)
 
     def _gathered(
         self, objective: Objective, batches: Sequence[Microbatch], old: Factors, key: Sequence[int], n: int
@@ -146,14 +150,14 @@ class KroneckerPreconditioner:
         return roles, _shared(objective, taken.sums(), roles, W)
 
     def _solver(
-        self, objective: Objective, factors: dict[str, Tensor]
+        self, objective: Objective, factors: dict[str, Tensor], noise: float
     ) -> tuple[Callable[[Tensor], Tensor] | None, Factors]:
         """D⁻¹, None for a matrix of zeros or infinities; and the factors, with new inverses where those are old."""
         parameters, comm = objective.parameters, objective.comm
         blocks = blocks_of(factors)
         total = sum(trace(factors[f"{b.weight}.inputs"]) * trace(factors[f"{b.weight}.outputs"]) for b in blocks)
         total += sum(trace(x) for name, x in factors.items() if name.endswith(".diagonal"))
-        lam = self._options.damping * total / parameters.count
+        lam = self._options.damping * max(_LEAST, noise) * total / parameters.count
         if not 0 < lam < math.inf:
             return None, factors
         own = [block for block in blocks if overlaps(block, parameters, comm)]

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from krylov_descent.acceptance import LOST_IN_ROUNDING, loss_taken
 from krylov_descent.basis import Subspace, Turn, length
-from krylov_descent.confirmation import Confirmation
+from krylov_descent.confirmation import Confirmation, wanted
 from krylov_descent.data import Microbatch
 from krylov_descent.distributed import Comm, RankError, added, inner, together
 from krylov_descent.memory import Memory
@@ -113,8 +113,8 @@ def _step(
     clock: Clock,
 ) -> tuple[StepReport, Memory]:
     sent = objective.comm.sent
-    if memory.confirmation is not None and memory.confirmation.too_little:
-        memory = replace(memory, search_growth=memory.search_growth + 1)
+    if memory.confirmation is not None:
+        memory = replace(memory, search_growth=memory.search_growth + memory.confirmation.growths)
     draw = draw_sets(memory.search_growth)  # line 3
     gatherer = settings.gatherer
     on_A = pass_over_A(objective, draw.a, gatherer, (memory.seed, memory.iteration, 0))  # lines 4-5
@@ -160,7 +160,8 @@ def _descend(
     if isinstance(preconditioner, RememberingPreconditioner):
         together(comm, lambda: len(draw.b))  # load it
         key = memory.seed, memory.iteration, int(not accepted)
-        on_A.precondition, factors = preconditioner.refresh(objective, draw.b, factors, key)
+        noise = 1 - draw.coverage if draw.grows else 1.0
+        on_A.precondition, factors = preconditioner.refresh(objective, draw.b, factors, key, noise)
     if on_A.precondition is None and preconditioner is not None:
         notes.append(
             "The closure gave the preconditioner nothing to go by (it returned only the loss, or what is not finite or "
@@ -254,13 +255,13 @@ def _descend(
 def _confirmation(memory: Memory, draw: StepSets, notes: list[str]) -> Confirmation | None:
     """What is known of the last steps, if A is not everything; begun anew where the sets have just grown."""
     known = memory.confirmation or Confirmation()
-    if draw.grows and known.too_little:
+    if draw.grows and known.growths:
         notes.append(
             f"A has now {draw.sizes['A']} samples: of the slope of the last {known.judged:.0f} steps, other samples "
             f"confirmed {known.share:.0%}."
         )
         known = Confirmation(slope=known.slope)
-    return known if draw.grows and not draw.covers_all else None
+    return replace(known, wanted=wanted(draw.coverage)) if draw.grows and not draw.covers_all else None
 
 
 def _dot(comm: Comm, x: Tensor, y: Tensor) -> float:

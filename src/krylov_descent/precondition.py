@@ -48,6 +48,7 @@ class RememberingPreconditioner(Protocol):
         batches: Sequence[Microbatch],
         factors: Mapping[str, Tensor] | None,
         key: tuple[int, ...],
+        noise: float = 1.0,
     ) -> tuple[Precondition | None, Mapping[str, Tensor]]:
         """D⁻¹, or None where the closure gave nothing to gather, and what the next step is to give back. A collective.
 
@@ -56,6 +57,7 @@ class RememberingPreconditioner(Protocol):
             batches: this rank's micro-batches of B.
             factors: what the last step got; never written to, as a step may fail.
             key: seeds whatever is random.
+            noise: of the gradient on A, relative to that of a small sample, in [0, 1].
         """
         ...
 

@@ -42,6 +42,11 @@ class StepSets(Protocol):
         ...
 
     @property
+    def coverage(self) -> float:
+        """The part of all samples that is in A."""
+        ...
+
+    @property
     def covers_all(self) -> bool:
         """Whether A is all samples, so that losses on it compare from step to step."""
         ...
@@ -64,6 +69,7 @@ class FullBatch:
     b: Sequence[Microbatch] = (Microbatch(None, None),)
     a = a_in_parts = c = b
     probe = None
+    coverage = 1.0
     covers_all = searches_all = True
     grows = False
 
