@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from krylov_descent import DEEP, KSD, Growing, Kronecker, Search, StepReport, StopReason
+from krylov_descent import DEEP, KSD, Growing, Kronecker, StepReport
 from krylov_descent.closure import Evaluation
 from krylov_descent.confirmation import Confirmation
 from krylov_descent.random_root import random_roots
@@ -269,32 +269,6 @@ def test_signs_do_not_fade_in_half_precision() -> None:
     ((_, u),) = random_roots(evaluation, (0,))
     lengths = 2000 * u.float().square().sum(1)  # of mean Σp(1 − p) = 0.9
     assert float(lengths[1000:].mean()) == pytest.approx(0.9, rel=0.1)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, F64])
-def test_the_loss_of_a_step_without_a_search_is_that_of_the_point_it_leads_to(dtype: torch.dtype) -> None:
-    data = regression(300, 0.1, dtype)
-    model = network(dtype)
-    optimizer, sets = KSD(model.parameters(), **DEEP), Growing(data, batch_size=300, start=60, seed=0)
-    for report in steps(model, optimizer, sets, 10):
-        last = report
-    assert last.stop_reason is StopReason.MODEL
-    (batch,) = sets.draw(9, krylov_dim=1).c
-    assert closure_of(model)(batch.data)[0].item() == last.search_loss_after
-    assert last.inner_evaluations == 2  # before and after, on C
-
-
-def test_where_the_model_is_wrong_the_loss_is_searched() -> None:
-    w = nn.Parameter(torch.full((3,), 2.0, dtype=F64))
-
-    def closure() -> tuple[Tensor, Tensor]:  # the first Newton step overshoots to where the loss is higher
-        return torch.log(torch.cosh(5 * w)).sum(), w
-
-    report = KSD([w], search=Search(model=0.5), krylov_dim=1).step(closure)
-    assert report.stop_reason is not StopReason.MODEL
-    assert report.search_loss_after < report.search_loss_before
-    with pytest.raises(ValueError, match=r"Search\(model=2\): must be in"):
-        Search(model=2)
 
 
 def test_options_are_checked() -> None:

@@ -344,6 +344,17 @@ def test_averages_and_when_inverses_are_made() -> None:
         assert (later["0.inputs_inverse"] is not factors["0.inputs_inverse"]) == anew, damping
 
 
+@pytest.mark.parametrize(("noise", "part"), [(1.0, 1.0), (0.4, 0.4), (0.0, 0.05)])
+def test_damping_falls_with_the_noise(noise: float, part: float) -> None:
+    model = mlp()
+    objective = objective_of(model, supervised(model, F.cross_entropy, *data()))
+    lam = [
+        float(Kronecker().prepare().refresh(objective, WHOLE, None, (0,), **given)[1]["damping"])
+        for given in ({}, {"noise": noise})
+    ]
+    assert lam[1] == pytest.approx(part * lam[0], rel=1e-12)
+
+
 @pytest.mark.parametrize("loss", [F.cross_entropy, lambda z, y: (z - 1).square().mean()], ids=["softmax", "squared"])
 def test_micro_batches_have_the_factors_of_one_batch(loss: Loss) -> None:
     model = mlp()

@@ -87,7 +87,7 @@ def wanted(coverage: float) -> float:
     """The share below which larger sets pay, where A is this part of all samples: one half of few, all of nearly all.
 
     Example:
-        >>> wanted(0.0), wanted(0.5)
-        (0.5, 0.75)
+        >>> wanted(0.0), wanted(0.5), wanted(1.0)
+        (0.5, 0.625, 1.0)
     """
-    return (1 + coverage) / 2
+    return (1 + coverage**2) / 2
