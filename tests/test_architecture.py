@@ -113,7 +113,7 @@ ALLOWED: dict[str, set[str]] = {
     "consistency": {"closure", "data", "distributed", "objective", "sets", "sums"},
     "walk": {"data", "objective", "progress"},
     "confirmation": set(),
-    "growing": {"confirmation", "data", "loading", "sample_set"},
+    "growing": {"data", "loading", "sample_set"},
     "memory": {"basis", "confirmation"},
     "undoing": {"acceptance", "basis", "memory", "objective", "report", "sets"},
     "ksd": {

@@ -89,7 +89,7 @@ def test_confirmation_is_the_slope_that_other_samples_began_with() -> None:
 def test_confirmation_needs_several_steps_and_a_step_to_judge() -> None:
     known = Confirmation()
     for judged in range(22):
-        assert known.growths == (judged >= 10)
+        assert known.too_little == (judged >= 20)
         known = Confirmation(1.0, known.expected, known.confirmed, known.judged).after(0.4)
     assert known.share == pytest.approx(0.4)
     assert Confirmation(0.0, 1.0, 0.1, 3).after(5.0) == Confirmation(0.0, 1.0, 0.1, 3)

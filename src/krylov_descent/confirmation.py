@@ -18,9 +18,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-_FEWEST = 10  # steps before a mean is believed: one slope scatters as those of a few hundred samples do
-_MOST = 4  # growths at once, by a factor of five in all
-GROWTH = 1.5  # of sets, each time
+_FEWEST = 20  # steps before a mean is believed: one slope scatters as those of a few hundred samples do
 _MEMORY = 0.95
 
 
@@ -68,26 +66,16 @@ class Confirmation:
         return self.confirmed / self.expected if self.expected > 0 else 1.0
 
     @property
-    def growths(self) -> int:
-        """How often the sets should grow now: noise over signal is in inverse proportion to their size.
-
-        Example:
-            >>> [Confirmation(0.0, 1.0, share, 20).growths for share in (0.6, 0.45, 0.2, -0.1)]
-            [0, 1, 3, 4]
-        """
-        if self.judged < _FEWEST or self.share >= self.wanted:
-            return 0
-        if self.share <= 0:
-            return _MOST
-        times = (1 / self.share - 1) / (1 / self.wanted - 1)
-        return min(_MOST, max(1, round(math.log(times) / math.log(GROWTH))))
+    def too_little(self) -> bool:
+        """Whether larger sets pay."""
+        return self.judged >= _FEWEST and self.share < self.wanted
 
 
 def wanted(coverage: float) -> float:
     """The share below which larger sets pay, where A is this part of all samples: one half of few, all of nearly all.
 
     Example:
-        >>> wanted(0.0), wanted(0.5), wanted(1.0)
-        (0.5, 0.625, 1.0)
+        >>> wanted(0.0), wanted(0.5)
+        (0.5, 0.75)
     """
-    return (1 + coverage**2) / 2
+    return (1 + coverage) / 2

@@ -7,13 +7,13 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from krylov_descent.confirmation import GROWTH
 from krylov_descent.data import Draw, Subsets
 from krylov_descent.loading import Device
 from krylov_descent.sample_set import SampleSet
 
+_FACTOR = 1.5  # of one growth
 _PART = (
-    8  # C is an eighth of A: so many tell whether a step holds on A, as what is found there is no less than its noise
+    8  # C is an eighth of A: they tell whether a step holds on A, as long as its slope there is no less than its noise
 )
 _LEAST = 64  # samples in B and C, if A has as many
 _MOST = 512  # samples in B: averages over steps, and two directions, need no more
@@ -98,8 +98,8 @@ class Growing(Subsets):
             {'A': 1125, 'B': 141, 'C': 141}
         """
         n = self._size
-        enough = math.log(max(1.0, n / self._start)) / math.log(GROWTH)  # growths that reach all samples
-        size = n if search_growth >= enough else round(self._start * GROWTH**search_growth)
+        enough = math.log(max(1.0, n / self._start)) / math.log(_FACTOR)  # growths that reach all samples
+        size = n if search_growth >= enough else round(self._start * _FACTOR**search_growth)
         cut = functools.partial(
             SampleSet,
             population=n,

@@ -113,8 +113,8 @@ def _step(
     clock: Clock,
 ) -> tuple[StepReport, Memory]:
     sent = objective.comm.sent
-    if memory.confirmation is not None:
-        memory = replace(memory, search_growth=memory.search_growth + memory.confirmation.growths)
+    if memory.confirmation is not None and memory.confirmation.too_little:
+        memory = replace(memory, search_growth=memory.search_growth + 1)
     draw = draw_sets(memory.search_growth)  # line 3
     gatherer = settings.gatherer
     on_A = pass_over_A(objective, draw.a, gatherer, (memory.seed, memory.iteration, 0))  # lines 4-5
@@ -255,7 +255,7 @@ def _descend(
 def _confirmation(memory: Memory, draw: StepSets, notes: list[str]) -> Confirmation | None:
     """What is known of the last steps, if A is not everything; begun anew where the sets have just grown."""
     known = memory.confirmation or Confirmation()
-    if draw.grows and known.growths:
+    if draw.grows and known.too_little:
         notes.append(
             f"A has now {draw.sizes['A']} samples: of the slope of the last {known.judged:.0f} steps, other samples "
             f"confirmed {known.share:.0%}."
