@@ -19,7 +19,9 @@ import math
 from dataclasses import dataclass, replace
 
 _FEWEST = 20  # steps before a mean is believed: one slope scatters as those of a few hundred samples do
+_SOME = 5  # steps before damping follows it
 _MEMORY = 0.95
+_MOST = 10.0  # times the usual damping
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,7 @@ class Confirmation:
         confirmed: the mean of what other samples say of it.
         judged: steps in these means.
         wanted: the share below which larger sets pay.
+        caution: how many times its usual damping a preconditioner should have.
     """
 
     slope: float = 0.0
@@ -39,26 +42,28 @@ class Confirmation:
     confirmed: float = 0.0
     judged: float = 0.0
     wanted: float = 0.5
+    caution: float = 1.0
 
     def after(self, confirmed: float) -> Confirmation:
         """With the last step judged: ``confirmed`` is dᵀH′d − g′ᵀd.
 
         Example:
             >>> Confirmation(slope=2.0).after(0.5)
-            Confirmation(slope=0.0, expected=2.0, confirmed=0.5, judged=1.0, wanted=0.5)
+            Confirmation(slope=0.0, expected=2.0, confirmed=0.5, judged=1.0, wanted=0.5, caution=1.0)
         """
         if not 0 < self.slope < math.inf or not math.isfinite(confirmed):
             return replace(self, slope=0.0)
         judged = self.judged + 1
         e = min(_MEMORY, 1 - 1 / judged)
         seen = max(-self.slope, min(self.slope, confirmed))  # a step far from the quadratic model counts no more
-        return replace(
+        new = replace(
             self,
             slope=0.0,
             expected=e * self.expected + (1 - e) * self.slope,
             confirmed=e * self.confirmed + (1 - e) * seen,
             judged=judged,
         )
+        return new if judged < _SOME else replace(new, caution=_caution(new.share))
 
     @property
     def share(self) -> float:
@@ -79,3 +84,8 @@ def wanted(coverage: float) -> float:
         (0.5, 0.75)
     """
     return (1 + coverage) / 2
+
+
+def _caution(share: float) -> float:
+    """1 where half of a step is confirmed, more with less: noise is strongest in directions of little curvature."""
+    return _MOST if share <= 0 else min(_MOST, max(1.0, (0.5 / share) ** 2))

@@ -160,8 +160,9 @@ def _descend(
     if isinstance(preconditioner, RememberingPreconditioner):
         together(comm, lambda: len(draw.b))  # load it
         key = memory.seed, memory.iteration, int(not accepted)
-        noise = 1 - draw.coverage if draw.grows else 1.0
-        on_A.precondition, factors = preconditioner.refresh(objective, draw.b, factors, key, noise)
+        doubt = 1.0 if confirmation is None else confirmation.caution
+        doubt *= 1 - draw.coverage if draw.grows else 1.0
+        on_A.precondition, factors = preconditioner.refresh(objective, draw.b, factors, key, noise=doubt)
     if on_A.precondition is None and preconditioner is not None:
         notes.append(
             "The closure gave the preconditioner nothing to go by (it returned only the loss, or what is not finite or "
@@ -260,7 +261,7 @@ def _confirmation(memory: Memory, draw: StepSets, notes: list[str]) -> Confirmat
             f"A has now {draw.sizes['A']} samples: of the slope of the last {known.judged:.0f} steps, other samples "
             f"confirmed {known.share:.0%}."
         )
-        known = Confirmation(slope=known.slope)
+        known = Confirmation(slope=known.slope, caution=known.caution)
     return replace(known, wanted=wanted(draw.coverage)) if draw.grows and not draw.covers_all else None
 
 
