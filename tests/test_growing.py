@@ -6,6 +6,7 @@ import copy
 import io
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -95,6 +96,14 @@ def test_confirmation_needs_several_steps_and_a_step_to_judge() -> None:
     assert Confirmation(0.0, 1.0, 0.1, 3).after(5.0) == Confirmation(0.0, 1.0, 0.1, 3)
     assert Confirmation(1.0, 1.0, 0.1, 3).after(math.nan) == Confirmation(0.0, 1.0, 0.1, 3)
     assert Confirmation(1.0, 0.0, 0.0, 9).after(1e9).share <= 1  # one step far from the model is one vote
+
+
+@pytest.mark.parametrize(("confirmed", "caution"), [(0.9, 1.0), (0.25, 4.0), (0.01, 10.0), (-0.5, 10.0)])
+def test_damping_rises_where_little_is_confirmed(confirmed: float, caution: float) -> None:
+    known = Confirmation()
+    for judged in range(1, 8):
+        known = replace(known, slope=1.0).after(confirmed)
+        assert known.caution == pytest.approx(caution if judged >= 5 else 1.0)
 
 
 def steps(model: nn.Module, optimizer: KSD, sets: Growing, count: int) -> list[StepReport]:

@@ -40,8 +40,9 @@ class Kronecker:
     from pull-backs to the matrix itself, all other parameters the diagonal of the Gauss–Newton matrix.
 
     Args:
-        damping: τ; λ = τ tr F/P, the mean curvature times τ, is added to F. On sets that grow, λ falls with the noise
-            that it guards against: in proportion to the part of the samples that A leaves out, down to a twentieth.
+        damping: τ; λ = τ tr F/P, the mean curvature times τ, is added to F. On sets that grow, λ follows the noise
+            that it guards against: it rises, up to tenfold, where other samples confirm less than half of the last
+            steps, and falls in proportion to the part of the samples that A leaves out, down to a twentieth.
         memory: the weight of the past in the running averages of the factors; smaller while they are young.
 
     Example:
@@ -88,7 +89,7 @@ class KroneckerPreconditioner:
             batches: this rank's micro-batches of B.
             factors: what the last call returned, or None at first; left as it is.
             key: seeds the random signs.
-            noise: ν in [0, 1], of the gradient, relative to that of a small sample.
+            noise: ν, of the gradient, relative to that of which one half is signal.
 
         Returns:
             w [P_local] → D⁻¹w [P_local], or None where the closure gave only the loss, or no curvature; and the new

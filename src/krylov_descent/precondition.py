@@ -57,7 +57,7 @@ class RememberingPreconditioner(Protocol):
             batches: this rank's micro-batches of B.
             factors: what the last step got; never written to, as a step may fail.
             key: seeds whatever is random.
-            noise: of the gradient on A, relative to that of a small sample, in [0, 1].
+            noise: of the gradient on A, relative to that of one of which one half is signal.
         """
         ...
 
