@@ -124,7 +124,7 @@ def test_what_does_not_fit_is_refused_or_announced() -> None:
     assert "preconditioner='fisher', which has no factors" in str(error.value)
     run(V, preconditioner="fisher")  # what it says is true
     _, (message,) = run(V + factors)
-    assert "about 0 of 1 graphs are kept" in message
+    assert "about 0 of 3 graphs are kept" in message
     found = re.search(r"memory_budget=([\d,]+);", message)
     assert found is not None
     enough = int(found[1].replace(",", ""))
@@ -154,7 +154,7 @@ def test_check_counts_them_where_it_advises_them() -> None:
     assert (status, detail.rpartition(": ")[2]) == ("warn", "the graphs do not fit")
     scope: dict[str, Any] = {"model": model}
     exec(line, scope)
-    with pytest.warns(UserWarning, match="about 0 of 1 graphs are kept"):  # its budget holds the rest
+    with pytest.warns(UserWarning, match="about 0 of 3 graphs are kept"):  # its budget holds the rest
         scope["optimizer"].step(closure, sets)
     status, detail, _ = memory(sets, (V + factors) * 5 // 4 - 10)
     assert (status, detail.rpartition(": ")[2]) == ("warn", "the factors may not fit")
