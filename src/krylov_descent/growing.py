@@ -12,9 +12,7 @@ from krylov_descent.loading import Device
 from krylov_descent.sample_set import SampleSet
 
 _FACTOR = 1.5  # of one growth
-_PART = (
-    8  # C is an eighth of A: they tell whether a step holds on A, as long as its slope there is no less than its noise
-)
+_PART = 8  # C is an eighth of A: enough to tell whether a step holds there, while its slope is no less than noise
 _LEAST = 64  # samples in B and C, if A has as many
 _MOST = 512  # samples in B: averages over steps, and two directions, need no more
 
@@ -24,8 +22,8 @@ class Growing(Subsets):
 
     For deep networks and much data, with ``KSD(model.parameters(), **DEEP)``. A step that was found on few samples is
     in part a fit to these alone: what the next step's samples say of it tells (``krylov_descent.confirmation``). Where
-    on average they confirm less than half of it, the sets grow by half; at all samples they stay. No schedule,
-    nothing to set. ``report.set_sizes`` has the sizes, ``report.notes`` says why they
+    on average they confirm less than half of it (more, the more of all samples is in A), the sets grow by half; at all
+    samples they stay. No schedule, nothing to set. ``report.set_sizes`` has the sizes, ``report.notes`` says why they
     changed. The sets depend on ``seed``, the iteration and the number of growths, which the optimizer remembers.
 
     Args:

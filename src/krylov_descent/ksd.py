@@ -13,6 +13,7 @@ Deviations from the paper:
 4. Line 5: a preconditioner that remembers takes its statistics from B, and adds them to those of earlier steps.
 5. Line 3: sets that grow do so by how much of the last steps fresh samples confirm (confirmation.py); steps on them are
    only undone where the loss is not finite.
+6. Lines 9-12: ``Search(model=...)`` takes the minimum of the quadratic model, with the gradient on A, where C agrees.
 """
 
 from __future__ import annotations
