@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from krylov_descent import KSD, StepReport, Subsets
+from krylov_descent import DEEP, KSD, Growing, StepReport, Subsets
 
 pytest.importorskip("lightning")
 
@@ -266,6 +266,31 @@ def test_ranks_step_together_and_resume(tmp_path: Path) -> None:
     assert losses(tmp_path, 3, tmp_path / "step=2.ckpt") == pytest.approx(whole[2:3], rel=1e-5)
     with pytest.raises(Exception, match="2 processes, and KSD steps with 1"):
         trainer(tmp_path, max_steps=1, **ranks).fit(Net(), StepsLoader(sets(200)))
+
+
+class DeepOnRanks(OnRanks):
+    def configure_optimizers(self) -> Any:
+        return KSD(self.parameters(), **DEEP, process_group=self.process_group)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_preconditioner_that_remembers_resumes_on_ranks(tmp_path: Path) -> None:
+    def losses(directory: Path, ckpt: Path | None = None, **settings: Any) -> list[float]:
+        fit = trainer(
+            directory, max_steps=12, enable_checkpointing=ckpt is None, strategy="ddp_fork", devices=2, **settings
+        )
+        growing = Growing(wave(200), batch_size=20, start=60, seed=0)
+        fit.fit(DeepOnRanks(), StepsLoader(growing), ckpt_path=None if ckpt is None else str(ckpt))
+        found: list[float] = torch.load(directory / "losses.pt")
+        return found
+
+    files = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1)
+    whole = losses(tmp_path, callbacks=[files])
+    assert len(whole) == 12
+    saved = torch.load(tmp_path / "step=9.ckpt")["krylov_descent"]["factors"]
+    assert any(name.endswith("_inverse") for name in saved)  # of whichever rank made it
+    for step in (8, 9):  # one of them is followed by a step with the inverses that there are
+        assert losses(tmp_path, tmp_path / f"step={step}.ckpt") == whole[step:]
 
 
 def test_docstrings_run() -> None:

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from krylov_descent.data import Subsets
 from krylov_descent.distributed import Comm, ProcessGroup, SingleProcess
+from krylov_descent.distributed.agreement import gather
 from krylov_descent.distributed.process_group import GroupComm
 from krylov_descent.optimizer import KSD
 from krylov_descent.report import Settlement, StepReport
@@ -263,14 +264,19 @@ def _state_of_ranks(optimizer: KSD) -> dict[str, Any]:
     vectors, numbers = optimizer.sharded_state()
     comm, numel = _comm_of_parts(optimizer), optimizer.numel
     whole = {name: None if x is None else comm.all_gather(x, numel).cpu() for name, x in vectors.items()}
-    return {"vectors": whole, "numbers": numbers}
+    factors: dict[str, Tensor] = {}
+    for held in gather(optimizer.process_group, {name: x.cpu() for name, x in optimizer.factors.items()}):
+        factors |= held  # a rank holds those inverses that it uses
+    return {"vectors": whole, "numbers": numbers, "factors": factors}
 
 
 def _load_state_of_ranks(optimizer: KSD, saved: dict[str, Any]) -> None:
     optimizer.state.clear()  # that of the rank which wrote the file
     comm = _comm_of_parts(optimizer)
     parts = {name: None if x is None else comm.shard(x) for name, x in saved["vectors"].items()}
-    optimizer.load_sharded_state(parts, saved["numbers"])
+    device = optimizer.param_groups[0]["params"][0].device
+    factors = {name: x.to(device) for name, x in saved.get("factors", {}).items()}  # older files have none
+    optimizer.load_sharded_state(parts, saved["numbers"], factors or None)
 
 
 def _comm_of_parts(optimizer: KSD) -> Comm:
