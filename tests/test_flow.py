@@ -28,6 +28,19 @@ def test_steps_are_those_of_dense_algebra() -> None:
         torch.testing.assert_close(flow_direction(sketch, rho, None, lam[None]), -torch.linalg.solve(H, J.T @ rho))
 
 
+@pytest.mark.parametrize("m", [6, 30])  # fewer rows than parameters, and more
+def test_small_singular_values_are_not_lost(m: int) -> None:
+    """K has their squares: 1e-18 of the largest, which its rounding would swallow."""
+    torch.manual_seed(0)
+    r = min(m, 12)
+    s = torch.logspace(0, -9, r, dtype=F64)
+    U, V = (torch.linalg.qr(torch.randn(n, r, dtype=F64)).Q for n in (m, 12))
+    rho, lam = U @ torch.randn(r, dtype=F64), 1e-18
+    expected = -V @ (s / (s.square() + lam) * (U.T @ rho))
+    phi = flow_direction(Factored(U @ (s[:, None] * V.T), SingleProcess()), rho, None, torch.tensor([lam], dtype=F64))
+    torch.testing.assert_close(phi, expected, rtol=1e-4, atol=1e-4 * float(expected.norm()))
+
+
 def test_the_flow_gathers_what_successive_sketches_say() -> None:
     """Rows drawn ten at a time from forty: the direction comes to be that of all of them."""
     torch.manual_seed(0)

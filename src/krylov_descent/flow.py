@@ -1,6 +1,6 @@
 """Steps of a sketched Gauss–Newton matrix, for any damping: the direction of the flow, its bend, damped steps.
 
-Letters: J [m, P] sketch, ρ [m] with Jᵀρ its part of the gradient, g [P] gradient, K = JJᵀ = QEQᵀ [m, m], λ damping,
+Letters: J [m, P] sketch, ρ [m] with Jᵀρ its part of the gradient, g [P] gradient, K = JJᵀ = RᵀR [m, m], λ damping,
 φ [P] direction, η length of a step along it, α [P] its acceleration. P stands for this rank's part of the parameters;
 ``inner`` completes inner products. Takes callables, knows nothing of models.
 """
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from krylov_descent.basis import length
-from krylov_descent.distributed import Comm, inner
+from krylov_descent.distributed import Comm, inner, stacked
 
 _SLOW = 2  # λ changes by this factor where the length is not
 _WANTED = 2.0**-7  # within a factor of two
@@ -23,24 +23,36 @@ _BEND = 2.0  # an acceleration that would change the direction by more than this
 class Factored:
     """JᵀJ, ready for any damping.
 
+    By orthogonal transformations, Jᵀ = QR, since K has the squares of J's singular values: those below 1e-8 of the
+    largest, which hold most of the loss late in a run, would be lost in its rounding.
+
     Attributes:
         trace: of JᵀJ.
     """
 
     def __init__(self, J: Tensor, comm: Comm) -> None:
         self._J, self._comm = J, comm
-        # In float64, or the small eigenvalues of K, which matter, would be rounding of the large ones.
-        K = inner(comm, J.shape[1], lambda piece: _gram(J[:, piece].double()))
-        E, self._Q = torch.linalg.eigh(K)
-        self._E = E.clamp(min=0)
-        self.trace = float(self._E.sum())
+        parts = stacked(comm, J.shape[1], lambda piece: _triangle(J[:, piece].T.double()))
+        self._R = parts[0] if len(parts) == 1 else _triangle(parts.flatten(0, 1))  # [m, m]
+        self.trace = float(self._R.square().sum())
+        self._damped: dict[float, Tensor] = {}
 
     def solved(self, x: Tensor, lam: Tensor) -> Tensor:
         """Jᵀ(K + λ)⁻¹x [l, P] for every λ."""
-        c = (self._Q @ ((self._Q.T @ x.double())[:, None] / (self._E[:, None] + lam.to(self._E)))).T
+        c = torch.stack([self._inverse(float(damping), x.double()) for damping in lam])
         # Share by share: how a product rounds depends on its shape, which must not depend on the number of ranks.
         pieces = self._J.tensor_split(self._comm.shares, dim=1)
         return torch.cat([c.to(piece.dtype) @ piece for piece in pieces], dim=1)
+
+    def _inverse(self, lam: float, x: Tensor) -> Tensor:
+        """(K + λ)⁻¹x [m], where K + λ = SᵀS with the triangle S of R over √λ."""
+        if lam not in self._damped:
+            identity = torch.eye(self._R.shape[1], dtype=self._R.dtype, device=self._R.device)
+            self._damped[lam] = _triangle(torch.cat([self._R, lam**0.5 * identity]))
+        S = self._damped[lam]
+        y: Tensor = torch.linalg.solve_triangular(S.T, x[:, None], upper=False)
+        c: Tensor = torch.linalg.solve_triangular(S, y, upper=True)
+        return c[:, 0]
 
     def unseen(self, v: Tensor, lam: Tensor) -> Tensor:
         """λ(JᵀJ + λ)⁻¹v = v − Jᵀ(K + λ)⁻¹Jv [l, P]: what the curvature leaves of v."""
@@ -55,8 +67,11 @@ class Factored:
         return length(v, self._comm)
 
 
-def _gram(J: Tensor) -> Tensor:
-    return J @ J.T
+def _triangle(X: Tensor) -> Tensor:
+    """R [m, m] of X = QR with m columns; rows that X has not are zero, so that all ranks have as many."""
+    R = torch.linalg.qr(X, mode="r").R
+    missing = R.shape[1] - R.shape[0]
+    return R if not missing else torch.cat([R, R.new_zeros(missing, R.shape[1])])
 
 
 def flow_direction(sketch: Factored, rho: Tensor, carried: Tensor | None, lam: Tensor) -> Tensor:

@@ -44,7 +44,7 @@ from krylov_descent.objective import Objective
 from krylov_descent.rows import Rows
 from krylov_descent.sketch import Sketch, Sketcher
 
-_FIRST, _LEAST, _MOST = 1e-6, 1e-14, 1e-5  # λ of the flow, relative to the trace of K: at first, and its bounds
+_FIRST, _LEAST, _MOST = 1e-6, 1e-18, 1e-5  # λ of the flow, relative to the trace of K: at first, and its bounds
 _SHORTEST = 2.0**-14
 _LONGEST = 2.0**-3  # longer pieces lower the loss faster at first, and end higher
 _LONGEST_WHOLE = 2.0  # where all rows are known, φ is what they all want
@@ -156,7 +156,7 @@ class RationalBuilder:
         sketch = finite_rows(drawn, comm)
         factored = Factored(sketch.J, comm)
         longest = _LONGEST_WHOLE if sketch.whole else _LONGEST
-        carry = self._bounded(factored.trace, longest, turn.carry)
+        carry = self._bounded(factored.trace, longest, turn.carry, torch.finfo(sketch.J.dtype).eps)
         phi, alpha = self._flow(objective, sketch, factored, d_prev, carry)
         patient = carry.lost + 1 < _WAIT
         dampings = carry.damped * _RATIO ** (torch.arange(_DAMPED, dtype=torch.float64, device="cpu") - _DAMPED // 2)
@@ -223,13 +223,13 @@ class RationalBuilder:
         return Carry(new_damping(carry.damping, eta), eta, max(0.0, 1 / eta - 1), carry.damped, 0)
 
     @staticmethod
-    def _bounded(trace: float, longest: float, carry: Carry | None) -> Carry:
-        """What is remembered, within what this curvature can feel."""
+    def _bounded(trace: float, longest: float, carry: Carry | None, eps: float) -> Carry:
+        """What is remembered, within what this curvature can feel; ε is the rounding of J."""
         if not 0 < trace < math.inf:
             return Carry(1.0, _LONGEST, 0.0, 1.0, _WAIT)
         if carry is None:
             return Carry(_FIRST * trace, min(0.5, longest), 0.0, _FIRST_DAMPED * trace, 0)
-        damping = min(max(carry.damping, _LEAST * trace), _MOST * trace)
+        damping = min(max(carry.damping, max(_LEAST, eps**2) * trace), _MOST * trace)
         damped = min(max(carry.damped, _LEAST_DAMPED * trace), _MOST_DAMPED * trace)
         return replace(carry, damping=damping, damped=damped, length=min(carry.length, longest))
 

@@ -1,6 +1,16 @@
 """How ranks talk: a small protocol, its single-process form, the identity, and torch.distributed."""
 
-from krylov_descent.distributed.comm import Comm, RankError, SingleProcess, added, attempt, inner, part_length, together
+from krylov_descent.distributed.comm import (
+    Comm,
+    RankError,
+    SingleProcess,
+    added,
+    attempt,
+    inner,
+    part_length,
+    stacked,
+    together,
+)
 from krylov_descent.distributed.process_group import ProcessGroup, Ranks
 
 __all__ = [
@@ -13,5 +23,6 @@ __all__ = [
     "attempt",
     "inner",
     "part_length",
+    "stacked",
     "together",
 ]

@@ -159,6 +159,24 @@ def inner(comm: Comm, numel: int, product: Callable[[slice], Tensor]) -> Tensor:
     return comm.sum(torch.stack([product(piece) for piece in pieces]))
 
 
+def stacked(comm: Comm, numel: int, part: Callable[[slice], Tensor]) -> Tensor:
+    """[all shares of all ranks, …]: part(piece) of the pieces of vectors [P_local] that belong to each share.
+
+    Example:
+        >>> x = torch.tensor([3.0, 4.0])
+        >>> stacked(SingleProcess(), 2, lambda piece: x[piece])
+        tensor([[3., 4.]])
+    """
+
+    def placed(piece: slice) -> Tensor:
+        own = part(piece)
+        everyone = own.new_zeros(comm.ranks * comm.shares, *own.shape)
+        everyone[comm.rank * comm.shares + piece.start // max(1, numel // comm.shares)] = own
+        return everyone
+
+    return inner(comm, numel, placed)
+
+
 def added(comm: Comm, x: Tensor | float, failure: Exception | None = None) -> Tensor:
     """A small tensor on the CPU, or a number, added over the ranks, with the news of a failure of this one."""
     x = x if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.float64, device="cpu")
