@@ -16,7 +16,7 @@ from krylov_descent.basis import Carry, Family, Starts, Turn
 from krylov_descent.curvature import CURVATURES
 from krylov_descent.distributed import SingleProcess
 from krylov_descent.krylov import KrylovBuilder
-from krylov_descent.rational import RationalBuilder, finite_rows
+from krylov_descent.rational import RationalBuilder, finite_rows, sketch_bytes
 from krylov_descent.report import StopReason
 from krylov_descent.sample_set import Microbatch
 from krylov_descent.search import best_start, climb
@@ -209,6 +209,33 @@ def test_what_is_carried_is_bounded_however_long_a_run_fails() -> None:
     assert 0 < low.damped < 1e-11
     for trace in (0.0, math.inf, math.nan):
         assert all(math.isfinite(x) for x in vars(bounded(trace, 0.125, None, 1e-16)).values())
+
+
+def test_sketches_grow_where_the_flow_waits_for_rows() -> None:
+    """Every step waits, or damped steps find nothing: rows grow to four times as many, and not beyond the budget."""
+    torch.manual_seed(0)
+    model, x = mlp(2, 6, 1), torch.rand(200, 2, dtype=F64)
+    here = [p.detach().clone() for p in model.parameters()]
+
+    def stuck() -> tuple[Tensor, Tensor]:
+        r = model(x)[:, 0] - x[:, 0]
+        moved = not all(torch.equal(p, q) for p, q in zip(model.parameters(), here, strict=True))
+        return r.square().mean() + 1e3 * moved, r
+
+    def rows(steps: int, **settings: Any) -> list[int]:
+        optimizer = KSD(model.parameters(), basis=Rational(rows=20), **settings)
+        found = [0]
+        for _ in range(steps):
+            report = optimizer.step(stuck)
+            found.append(int(optimizer.state[next(model.parameters())]["rows"]))
+            assert any(f"sketches have {found[-1]}" in note for note in report.notes) == (found[-1] > found[-2])
+        return found
+
+    free = rows(30)
+    assert free[:3] == [0, 0, 0]
+    assert sorted(set(free)) == [0, 30, 45, 68, 80]
+    numel = sum(p.numel() for p in model.parameters())
+    assert max(rows(30, memory_budget=sketch_bytes(50, numel, F64))) == 50
 
 
 def test_rows_that_are_not_finite_are_left_out() -> None:

@@ -29,6 +29,7 @@ class Subspace:
         orthogonality_error: max |V Vᵀ − I|.
         starts: points at which the search may begin, beside zero; None for no other.
         finite: whether every product was finite (those that were not have no row in V).
+        note: for the step's report, or nothing.
     """
 
     V: Rows
@@ -37,6 +38,7 @@ class Subspace:
     orthogonality_error: float
     starts: Starts | None = None
     finite: bool = True
+    note: str = ""
 
     def bend(self, d: Tensor, comm: Comm) -> float:
         """dᵀHd of a vector d [P] that the rows span."""
@@ -54,6 +56,8 @@ class Carry:
         scale: what makes of the last step the rest of its direction, 1/η − 1; 0 if it was not along the flow.
         damped: λ of the last damped step.
         lost: steps in a row that took nothing.
+        waits: the share of such steps lately.
+        rows: m, if more are wanted than at first.
     """
 
     damping: float
@@ -61,6 +65,8 @@ class Carry:
     scale: float
     damped: float
     lost: float = 0.0
+    waits: float = 0.0
+    rows: float = 0.0
 
 
 @dataclass(frozen=True, eq=False)

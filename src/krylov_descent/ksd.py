@@ -190,6 +190,8 @@ def _descend(
             confirmation = confirmation.after(bent - ends)
         if not subspace.finite:
             notes.append("A curvature product was not finite; the directions it concerns were left out.")
+        if subspace.note:
+            notes.append(subspace.note)
     g = on_A.g = on_A.precondition = None
     clock.lap("basis")
 

@@ -20,7 +20,8 @@ Two families of candidates:
   damping always descends.
 
 Where no piece of the flow lowers the loss, φ is what the rows of a few sketches want, and not all: the parameters stay,
-and φ gathers more rows. Only if that has not helped for a while are damped steps looked at.
+and φ gathers more rows. Only if that has not helped for a while are damped steps looked at. Where many of the last
+steps had to wait like this, sketches get more rows.
 
 λ of the flow follows η: larger where only very short pieces lower the loss, smaller where long ones do.
 """
@@ -50,6 +51,10 @@ _LONGEST = 2.0**-3  # longer pieces lower the loss faster at first, and end high
 _LONGEST_WHOLE = 2.0  # where all rows are known, φ is what they all want
 _LENGTHS = 5  # halvings and doublings of the last length that are looked at, at most
 _WAIT = 8  # steps in a row that gather rows, at most
+_LATELY = 0.1  # weight of a step in the share of those that gather
+_OFTEN = 0.25  # a share beyond which sketches have too few rows
+_GROWTH, _MOST_ROWS = 1.5, 4  # of m at a time, and in all
+_ROOM = 2**30  # bytes that a sketch may grow to where no budget says so; not what is free, or runs would depend on it
 
 _COPIES = 5  # of m·n numbers, while rows are drawn: J, the weights of their own, their gradients (measured: 4.3 to 4.7)
 
@@ -62,8 +67,9 @@ class Rational:
     """Settings of the rational basis; the defaults are the same for every problem of `experiments pinn`.
 
     Args:
-        rows: m, rows of the sketch: more cost O(m²n + m³) and about 5 m·n numbers of memory while they are drawn, fewer
-            see less of the curvature.
+        rows: m, rows of the sketch at first: more cost O(m²n + m³) and about 5 m·n numbers of memory while they are
+            drawn, fewer see less of the curvature. Where the flow waits for rows too often, m grows, to four times as
+            many at most, as far as ``memory_budget`` allows (1 GiB if there is none).
         momentum: μ, how much of the last direction is kept where the rows drawn now say nothing.
 
     Example:
@@ -152,11 +158,20 @@ class RationalBuilder:
     ) -> Subspace:
         """The subspace and where to begin in it; ``precondition`` is not used."""
         comm = objective.comm
+        most = self._most_rows(objective)
+        self._sketcher.rows = min(max(self._options.rows, int(turn.carry.rows if turn.carry else 0)), most)
         drawn = self._sketcher.draw(objective, batches, (turn.seed, turn.iteration))
         sketch = finite_rows(drawn, comm)
         factored = Factored(sketch.J, comm)
         longest = _LONGEST_WHOLE if sketch.whole else _LONGEST
         carry = self._bounded(factored.trace, longest, turn.carry, torch.finfo(sketch.J.dtype).eps)
+        note = ""
+        if not sketch.whole:
+            carry = _asked(carry, self._sketcher.rows, most)
+            if carry.rows > self._sketcher.rows:
+                note = (
+                    f"Too many of the last steps had to gather rows: sketches have {carry.rows} from the next step on."
+                )
         phi, alpha = self._flow(objective, sketch, factored, d_prev, carry)
         patient = carry.lost + 1 < _WAIT
         dampings = carry.damped * _RATIO ** (torch.arange(_DAMPED, dtype=torch.float64, device="cpu") - _DAMPED // 2)
@@ -193,7 +208,7 @@ class RationalBuilder:
                 tuple(replace(lost, damped=lam) for lam in dampings.tolist()),
             )
             starts = Starts((flow, rescue), replace(lost, damped=float(dampings[-1])))
-        return replace(subspace, starts=starts, finite=subspace.finite and len(J) == len(drawn.J))
+        return replace(subspace, starts=starts, finite=subspace.finite and len(J) == len(drawn.J), note=note)
 
     def _flow(
         self, objective: Objective, sketch: Sketch, factored: Factored, d_prev: Tensor | None, carry: Carry
@@ -220,7 +235,8 @@ class RationalBuilder:
     @staticmethod
     def _after(carry: Carry, eta: float) -> Carry:
         """After a piece of length η; what is left of the direction is (1 − η)φ."""
-        return Carry(new_damping(carry.damping, eta), eta, max(0.0, 1 / eta - 1), carry.damped, 0)
+        damping = new_damping(carry.damping, eta)
+        return replace(carry, damping=damping, length=eta, scale=max(0.0, 1 / eta - 1), lost=0)
 
     @staticmethod
     def _bounded(trace: float, longest: float, carry: Carry | None, eps: float) -> Carry:
@@ -232,6 +248,12 @@ class RationalBuilder:
         damping = min(max(carry.damping, max(_LEAST, eps**2) * trace), _MOST * trace)
         damped = min(max(carry.damped, _LEAST_DAMPED * trace), _MOST_DAMPED * trace)
         return replace(carry, damping=damping, damped=damped, length=min(carry.length, longest))
+
+    def _most_rows(self, objective: Objective) -> int:
+        """How many a sketch may come to have, in the budget."""
+        parameters, first = objective.parameters, self._options.rows
+        room = _ROOM if self._budget is None else self._budget
+        return min(_MOST_ROWS * first, max(first, room // sketch_bytes(1, parameters.numel, parameters.dtype)))
 
     @property
     def rows(self) -> Rows | None:
@@ -259,6 +281,14 @@ class RationalBuilder:
     def __getstate__(self) -> dict[str, Any]:
         # A copy of an optimizer needs no copy of its workspace, and is of other parameters.
         return {**self.__dict__, "_V": None, "_sketcher": Sketcher(self._options.rows)}
+
+
+def _asked(carry: Carry, rows: int, most: int) -> Carry:
+    """With more rows from the next step on, where too many of the last ones had to gather some."""
+    waits = carry.waits + _LATELY * (float(carry.lost > 0) - carry.waits)
+    if waits > _OFTEN and rows < most:
+        return replace(carry, waits=0.0, rows=min(round(_GROWTH * rows), most))
+    return replace(carry, waits=waits)
 
 
 def _lengths(length: float, longest: float) -> list[float]:

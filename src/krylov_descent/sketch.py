@@ -46,11 +46,12 @@ class Sketcher:
     """Draws sketches.
 
     Attributes:
+        rows: m, how many are wanted.
         together: whether rows of this closure may be had all at once, as far as is known.
     """
 
     def __init__(self, rows: int) -> None:
-        self._rows = rows
+        self.rows = rows
         self._judged: tuple[object, ...] = ()
         self.together = True
         self._checks = 0
@@ -69,7 +70,7 @@ class Sketcher:
             self._judged, self.together, self._checks, self._seen = judged, True, 0, {}
             self._plainly = True
         count = float(added(comm, float(len(batches))))
-        wanted = max(1, round(self._rows / max(1.0, count)))
+        wanted = max(1, round(self.rows / max(1.0, count)))
         parts: list[_Part] = []
 
         def work() -> None:
