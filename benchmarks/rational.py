@@ -33,7 +33,7 @@ N_SIZES = (1_000, 3_000, 10_000, 30_000, 100_000)
 M_SIZES = (100, 200, 400, 800, 1_600)
 ROWS, PARAMETERS = 400, 8_000  # of the sweeps over n and over m
 POINTS, MORE_POINTS, BOUNDARY = 1_500, 3_000, 200  # more where up to 1,600 rows are drawn
-PARTS = ("gradient", "rows", "Gram matrix", "eigenvectors", "steps", "candidates")
+PARTS = ("gradient", "rows", "QR of J", "QR with λ", "steps", "candidates")
 _COLOURS = ("#56B4E9", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#999999")
 _MARKERS = "sD^v*X"
 
@@ -101,8 +101,8 @@ def parts_of_steps() -> Iterator[Parts]:
         for owner, attribute, name in (
             (Objective, "value_and_gradient", "gradient"),
             (Sketcher, "draw", "rows"),
-            (flow, "_gram", "Gram matrix"),
-            (flow.Factored, "__init__", "eigenvectors"),
+            (flow.Factored, "__init__", "QR of J"),
+            (flow.Factored, "_inverse", "QR with λ"),
             (rational.RationalBuilder, "__call__", "steps"),
             (ksd, "search_subspace", "candidates"),
         ):
@@ -211,8 +211,8 @@ def plot(found: Mapping[str, Any], stem: Path) -> list[Path]:
     mpl.rcParams["svg.hashsalt"] = "krylov-descent"
     figure, axes = plt.subplots(1, 3, figsize=(13, 4.2), layout="constrained")
     for axis, x, label, guides in (
-        (axes[0], "m", "rows m", (("Gram matrix", 2), ("eigenvectors", 3))),
-        (axes[1], "n", "parameters n", (("Gram matrix", 1),)),
+        (axes[0], "m", "rows m", (("QR of J", 2), ("QR with λ", 3))),
+        (axes[1], "n", "parameters n", (("QR of J", 1),)),
     ):
         points = found[x]
         xs = [p[x] for p in points]
