@@ -15,6 +15,8 @@ from krylov_descent.jacobian import Calls, Place, place_of
 from krylov_descent.objective import Objective
 from krylov_descent.output_hessian import cotangents
 
+_LARGE = 4  # times the mean size: what a row must exceed to be drawn more often than others
+
 
 @dataclass(frozen=True)
 class Seen:
@@ -39,25 +41,104 @@ def shapes_of(evaluation: Evaluation) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(z.shape) for z in evaluation.outputs)
 
 
-def choose(seen: Seen, wanted: int, generator: torch.Generator) -> list[Tensor]:
-    """Which rows of each output are drawn; the same of outputs that come from the same rows.
+@dataclass(frozen=True, eq=False)
+class Chosen:
+    """Rows of one output.
 
-    In proportion to their number, but no output gets less than a third of an even share.
+    Attributes:
+        rows: S [s], ascending.
+        chance: π [s], with which each was to be drawn.
     """
+
+    rows: Tensor
+    chance: Tensor
+
+
+def sizes_of(evaluation: Evaluation) -> list[Tensor]:
+    """For every output, how much of the loss hangs on each of its rows: ‖∂f/∂z‖² [n] of row z."""
+    outputs = evaluation.outputs
+    deltas: Sequence[Tensor | None] = [None] * len(outputs)
+    if evaluation.loss.requires_grad:
+        deltas = torch.autograd.grad(evaluation.loss, outputs, allow_unused=True)
+    found = []
+    for z, delta in zip(outputs, deltas, strict=True):
+        size = (torch.zeros_like(z) if delta is None else delta).detach().reshape(z.shape[0] if z.ndim else 1, -1)
+        found.append(size.double().square().sum(1).nan_to_num(0.0, 0.0, 0.0).cpu())
+    return found
+
+
+def counts(seen: Seen, wanted: int) -> list[int]:
+    """How many rows of each output are drawn: in proportion to their number, but at least a third of an even share."""
     numbers = [shape[0] if shape else 1 for shape in seen.shapes]
     widths = [max(1, cotangents(math.prod(shape[1:]))) for shape in seen.shapes]
     total = max(1, sum(n * k for n, k in zip(numbers, widths, strict=True)))
-    drawn: dict[tuple[Place, int], Tensor] = {}
-    for n, k, place in zip(numbers, widths, seen.places, strict=True):
-        s = min(n, max(1, round(wanted * max(n / total, 1 / (3 * k * len(numbers))))))
-        if (place, n) not in drawn or s > len(drawn[place, n]):
-            drawn[place, n] = torch.randperm(n, generator=generator, device="cpu")[:s].sort().values
-    return [drawn[place, n] for n, place in zip(numbers, seen.places, strict=True)]
+    return [
+        min(n, max(1, round(wanted * max(n / total, 1 / (3 * k * len(numbers))))))
+        for n, k in zip(numbers, widths, strict=True)
+    ]
 
 
-def samples_of(seen: Seen, chosen: Sequence[Tensor]) -> dict[int, Tensor]:
+def everything(seen: Seen, wanted: int) -> bool:
+    """Whether all rows are drawn."""
+    return all(s == (shape[0] if shape else 1) for s, shape in zip(counts(seen, wanted), seen.shapes, strict=True))
+
+
+def choose(seen: Seen, sizes: Sequence[Tensor], wanted: int, generator: torch.Generator) -> list[Chosen]:
+    """Which rows of each output are drawn; the same of outputs that come from the same rows.
+
+    Evenly, but for rows whose ``sizes`` are far above the mean: a few, at a front, may hold most of the loss.
+    """
+    keys = [(place, len(size)) for place, size in zip(seen.places, sizes, strict=True)]
+    most: dict[tuple[Place, int], int] = {}
+    summed: dict[tuple[Place, int], Tensor] = {}
+    for key, size, s in zip(keys, sizes, counts(seen, wanted), strict=True):
+        most[key] = max(s, most.get(key, 0))
+        summed[key] = size + summed.get(key, 0.0)
+    drawn = {}
+    for key, s in most.items():
+        chance = chances(summed[key], s)
+        S = systematic(chance, s, generator)
+        drawn[key] = Chosen(S, chance[S])
+    return [drawn[key] for key in keys]
+
+
+def chances(size: Tensor, s: int) -> Tensor:
+    """π [n] with Σπ = s and π ≤ 1: even, but in proportion to the size of rows that are far above the mean.
+
+    Example:
+        >>> size = torch.ones(20, dtype=torch.float64)
+        >>> size[0] = 181.0
+        >>> chances(size, 4)[:3]
+        tensor([0.7694, 0.1700, 0.1700], dtype=torch.float64)
+    """
+    n, whole = len(size), float(size.sum())
+    share = torch.full_like(size, 1 / max(1, n))
+    if 0 < whole < math.inf:
+        share = torch.maximum(share, size / (_LARGE * whole))
+    sure = share < 0
+    while True:  # what is beyond 1 goes to the others
+        left = s - int(sure.sum())
+        chance = share * (left / float(share[~sure].sum()) if left else 0.0)
+        chance[sure] = 1
+        more = chance > 1
+        if not bool(more.any()):
+            return chance
+        sure |= more
+
+
+def systematic(chance: Tensor, s: int, generator: torch.Generator) -> Tensor:
+    """s rows [s], ascending, each drawn with just its chance (systematic sampling in a random order)."""
+    order = torch.randperm(len(chance), generator=generator, device="cpu")
+    first = torch.rand(1, dtype=torch.float64, generator=generator, device="cpu")
+    marks = first + torch.arange(s, dtype=torch.float64, device="cpu")
+    at = torch.searchsorted(chance[order].cumsum(0), marks).clamp(max=len(chance) - 1)
+    drawn: Tensor = torch.unique(order[at])
+    return drawn
+
+
+def samples_of(seen: Seen, chosen: Sequence[Chosen]) -> dict[int, Tensor]:
     """For each number of rows of a layer's inputs, those that some output was chosen from."""
     rows: dict[int, list[Tensor]] = {}
-    for place, S in zip(seen.places, chosen, strict=True):
-        rows.setdefault(place.rows, []).append(place.of(S).reshape(-1))
+    for place, drawn in zip(seen.places, chosen, strict=True):
+        rows.setdefault(place.rows, []).append(place.of(drawn.rows).reshape(-1))
     return {number: torch.unique(torch.cat(parts)) for number, parts in rows.items()}

@@ -2,7 +2,8 @@
 
 Letters: J [m, P] rows of the sketch, ρ [m] with Jᵀρ an estimate of the gradient; m rows wanted in all; a row of J is
 uᵀ∂z/∂θ for some outputs z of one sample.
-Every output (every term of a multi-term loss) has rows in the sketch, N/s times as heavy where s of its N were drawn.
+Every output (every term of a multi-term loss) has rows in the sketch, 1/π times as heavy where they were drawn with
+chance π (row_choice.py).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from krylov_descent.distributed import Comm, added, attempt
 from krylov_descent.jacobian import OwnWeights, Place, along, write_rows, write_rows_one_by_one
 from krylov_descent.objective import Objective
 from krylov_descent.output_hessian import output_roots
-from krylov_descent.row_choice import Seen, choose, look, samples_of, shapes_of
+from krylov_descent.row_choice import Chosen, Seen, choose, everything, look, samples_of, shapes_of, sizes_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,16 +132,17 @@ class Sketcher:
         require_influence(deltas)
         found = []
         whole = True
-        for i, (z, delta, place, S) in enumerate(zip(evaluation.outputs, deltas, seen.places, chosen, strict=True)):
+        for i, (z, delta, place, drawn) in enumerate(zip(evaluation.outputs, deltas, seen.places, chosen, strict=True)):
             if z.numel() == 0:
                 continue
-            z = z.reshape(1) if z.ndim == 0 else z
+            z, S = z.reshape(1) if z.ndim == 0 else z, drawn.rows
             roots = output_roots(z, delta, S, signs)
             if isinstance(roots, str):
                 raise ValueError(f"basis='rational' cannot be used with this loss: {roots}. Use basis='krylov'.")
-            scale = (z.shape[0] / len(S)) ** 0.5
             whole &= len(S) == z.shape[0] and len(roots.u) in (0, math.prod(z.shape[1:]))
-            found += [(i, z, place, S, u * scale, rho * scale) for u, rho in zip(roots.u, roots.rho, strict=True)]
+            for u, rho in zip(roots.u, roots.rho, strict=True):
+                scale = drawn.chance.rsqrt().to(rho)
+                found.append((i, z, place, S, u * scale.reshape(-1, *(1,) * (u.ndim - 1)).to(u.dtype), rho * scale))
         J = _room(sum(len(S) for _, _, _, S, _, _ in found), objective)
         at = 0
         for _, z, place, S, u, _ in found:
@@ -152,7 +154,7 @@ class Sketcher:
 
     def _evaluate(
         self, objective: Objective, batch: Microbatch, wanted: int, seed: int
-    ) -> tuple[Evaluation, OwnWeights, Seen, list[Tensor]]:
+    ) -> tuple[Evaluation, OwnWeights, Seen, list[Chosen]]:
         """The closure with weights of their own for the rows that are drawn.
 
         Which rows there are is known from the last call with so many samples, and at the first from a call without.
@@ -160,9 +162,10 @@ class Sketcher:
         params = objective.parameters.params
         while True:
             seen = self._seen.get(batch.samples)
-            if seen is not None:
+            sizes = None if seen is None else _sizes(objective, batch, seen, wanted)
+            if seen is not None and sizes is not None:
                 # Seeded at each attempt: what is drawn does not depend on what was known before.
-                chosen = choose(seen, wanted, torch.Generator("cpu").manual_seed(seed))
+                chosen = choose(seen, sizes, wanted, torch.Generator("cpu").manual_seed(seed))
                 own = OwnWeights(params, samples_of(seen, chosen))
                 with own:
                     evaluation = objective.evaluate(batch)
@@ -212,6 +215,14 @@ class _Part:
                 "it must return the same outputs whenever it is called with the same batch."
             )
         return _read(evaluation, self.reads) - self.z
+
+
+def _sizes(objective: Objective, batch: Microbatch, seen: Seen, wanted: int) -> list[Tensor] | None:
+    """Of all rows, where some are to be chosen; None if the outputs are not what was seen."""
+    if everything(seen, wanted):
+        return [torch.zeros(shape[0] if shape else 1, dtype=torch.float64, device="cpu") for shape in seen.shapes]
+    evaluation = objective.evaluate(batch)
+    return sizes_of(evaluation) if shapes_of(evaluation) == seen.shapes else None
 
 
 def _read(evaluation: Evaluation, reads: Sequence[tuple[int, Tensor, Tensor]]) -> Tensor:
