@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 from collections.abc import Sequence
@@ -11,7 +12,10 @@ import pytest
 import torch
 from experiments.__main__ import main
 from experiments.pinn import study
+from experiments.pinn.ablations import PARTS
+from experiments.pinn.problems import problem as make_problem
 from experiments.pinn.records import geometric_mean, read_run
+from experiments.pinn.rivals import METHODS
 from experiments.pinn.study import Plan, tune
 from experiments.processes import Task
 
@@ -28,6 +32,7 @@ from tests.pinn_records import write
         (["run", "burgers", "lm", "--seconds", "0"], "--seconds 0: must be above 0"),
         (["study", "burgers", "--methods", "sgd"], "There is no method 'sgd'"),
         (["study", "burgers", "--jobs", "0"], "--jobs 0: must be at least 1"),
+        (["ablate", "burgers", "--without", "luck"], "There is no part 'luck'; there are bend"),
         (["tune", "sgd"], "sgd has nothing to tune; ksd-krylov"),
         (["table"], "There are no runs in .*pinn: make them with `python -m experiments pinn study"),
         (["figure"], "There are no runs in"),
@@ -138,3 +143,27 @@ def test_geometric_mean() -> None:
     assert geometric_mean([0.0, 1.0]) == 0
     assert math.isnan(geometric_mean([]))
     assert math.isnan(geometric_mean([1.0, math.inf]))
+
+
+def test_ablations_take_a_part_away_for_the_run_and_no_longer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[Task] = []
+
+    def pretend(tasks: Sequence[Task], jobs: int) -> list[str]:
+        started.extend(tasks)
+        return []
+
+    monkeypatch.setattr(study, "run_all", pretend)
+    study.ablate(Plan(("wave",), seconds=30.0, seeds=1), (), tmp_path, 1)
+    assert [task.name for task in started] == [f"wave 3x32 without-{part}-30s seed 0" for part in PARTS]
+    assert "without=bend" in started[0].command
+    for part, (name, constant, value) in PARTS.items():
+        module = importlib.import_module(name)
+        usual = getattr(module, constant)
+        assert usual != value
+        steps = METHODS["ksd-rational"](make_problem("poisson2d", seed=0, points=60), seed=0, without=part)
+        assert math.isfinite(next(steps))
+        assert getattr(module, constant) == value
+        steps.close()  # type: ignore[attr-defined]
+        assert getattr(module, constant) == usual
+    with pytest.raises(ValueError, match="no part 'luck'"):
+        next(METHODS["ksd-rational"](make_problem("poisson2d", seed=0, points=60), seed=0, without="luck"))

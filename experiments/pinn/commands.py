@@ -1,4 +1,4 @@
-"""The command line of the PINN study: ``python -m experiments pinn {run,study,tune,table,figure} --help``."""
+"""The command line of the PINN study: ``python -m experiments pinn {run,study,ablate,tune,table,figure} --help``."""
 
 from __future__ import annotations
 
@@ -63,6 +63,23 @@ class Study:
 
 
 @dataclasses.dataclass(frozen=True)
+class Ablate:
+    """Runs of the rational basis that lacks a part; `pinn table --methods ksd-rational without-bend …` compares."""
+
+    problems: tyro.conf.Positional[tuple[str, ...]] = ()
+    """All equations unless given."""
+    without: tuple[str, ...] = ()
+    """bend, gathering, growth, …; each of all in turn unless given."""
+    seeds: int = 1
+    seconds: float = 60.0
+    """CPU seconds of a run."""
+    networks: tuple[str, ...] = ("3x32",)
+    jobs: int = 2
+    """Runs at a time, one thread each."""
+    results: Path = RESULTS
+
+
+@dataclasses.dataclass(frozen=True)
 class Tune:
     """Try each method's grid on short budgets, and write the best settings to experiments/pinn/tuned.json."""
 
@@ -102,6 +119,7 @@ class Figure:
 Command = (
     Annotated[Run, tyro.conf.subcommand("run")]
     | Annotated[Study, tyro.conf.subcommand("study")]
+    | Annotated[Ablate, tyro.conf.subcommand("ablate")]
     | Annotated[Tune, tyro.conf.subcommand("tune")]
     | Annotated[Table, tyro.conf.subcommand("table")]
     | Annotated[Figure, tyro.conf.subcommand("figure")]
@@ -110,7 +128,7 @@ Command = (
 
 @dataclasses.dataclass(frozen=True)
 class Pinn:
-    """Optimizers on physics-informed networks at equal CPU time: run, study, tune, table or figure."""
+    """Optimizers on physics-informed networks at equal CPU time: run, study, ablate, tune, table or figure."""
 
     command: Annotated[Command, tyro.conf.arg(name="")]
 
@@ -159,6 +177,13 @@ def _study(options: Study) -> None:
     study(plan, options.results, options.jobs)
 
 
+def _ablate(options: Ablate) -> None:
+    from experiments.pinn.study import Plan, ablate
+
+    plan = Plan(options.problems, (), options.seeds, options.seconds, options.networks)
+    ablate(plan, options.without, options.results, options.jobs)
+
+
 def _tune(options: Tune) -> None:
     from experiments.pinn.study import tune
 
@@ -193,6 +218,7 @@ def _figure(options: Figure) -> None:
 _COMMANDS: dict[type, Callable[[Any], None]] = {
     Run: _run,
     Study: _study,
+    Ablate: _ablate,
     Tune: _tune,
     Table: _table,
     Figure: _figure,

@@ -14,10 +14,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from experiments.pinn.ablations import PARTS
 from experiments.pinn.loop import RunConfig, checked
 from experiments.pinn.problems import PROBLEMS
 from experiments.pinn.records import geometric_mean, path_of, read_run
 from experiments.pinn.rivals import GRIDS, METHODS
+from experiments.pinn.style import BASE
 from experiments.processes import Task, run_all
 
 #: What tuning chose, network → method → settings and trials; ``tune`` writes it, ``run`` and ``study`` read it.
@@ -52,6 +54,28 @@ def study(plan: Plan, results: Path, jobs: int) -> None:
         for network in plan.networks
         for problem in plan.problems or PROBLEMS
         for method in plan.methods or METHODS
+    ]
+    _end(_run(configs, results, jobs))
+
+
+def ablate(plan: Plan, parts: Sequence[str], results: Path, jobs: int) -> None:
+    """The rational basis without each of these parts, or without each of all.
+
+    Raises:
+        ValueError: there is no such part.
+        SystemExit: some runs failed; the others were run.
+    """
+    unknown = [part for part in parts if part not in PARTS]
+    if unknown:
+        raise ValueError(f"There is no part {unknown[0]!r}; there are {', '.join(PARTS)}.")
+    configs = [
+        RunConfig(
+            problem, BASE, {"without": part}, plan.seconds, seed, network, label=f"without-{part}-{plan.seconds:g}s"
+        )
+        for seed in range(plan.seeds)
+        for network in plan.networks
+        for problem in plan.problems or PROBLEMS
+        for part in parts or PARTS
     ]
     _end(_run(configs, results, jobs))
 
