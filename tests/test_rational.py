@@ -214,7 +214,7 @@ def test_what_is_carried_is_bounded_however_long_a_run_fails() -> None:
 def test_sketches_grow_where_the_flow_waits_for_rows() -> None:
     """Every step waits, or damped steps find nothing: rows grow to four times as many, and not beyond the budget."""
     torch.manual_seed(0)
-    model, x = mlp(2, 6, 1), torch.rand(200, 2, dtype=F64)
+    model, x = mlp(2, 20, 1), torch.rand(200, 2, dtype=F64)
     here = [p.detach().clone() for p in model.parameters()]
 
     def stuck() -> tuple[Tensor, Tensor]:
@@ -236,6 +236,9 @@ def test_sketches_grow_where_the_flow_waits_for_rows() -> None:
     assert sorted(set(free)) == [0, 30, 45, 68, 80]
     numel = sum(p.numel() for p in model.parameters())
     assert max(rows(30, memory_budget=sketch_bytes(50, numel, F64))) == 50
+    model, here = mlp(2, 6, 1), []  # 25 parameters
+    here += [p.detach().clone() for p in model.parameters()]
+    assert max(rows(30)) == 25
 
 
 def test_rows_that_are_not_finite_are_left_out() -> None:

@@ -250,10 +250,12 @@ class RationalBuilder:
         return replace(carry, damping=damping, damped=damped, length=min(carry.length, longest))
 
     def _most_rows(self, objective: Objective) -> int:
-        """How many a sketch may come to have, in the budget."""
+        """How many a sketch may come to have: in the budget, and no more than there are parameters to tell apart."""
         parameters, first = objective.parameters, self._options.rows
         room = _ROOM if self._budget is None else self._budget
-        return min(_MOST_ROWS * first, max(first, room // sketch_bytes(1, parameters.numel, parameters.dtype)))
+        taken = torch.tensor(float(sketch_bytes(1, parameters.numel, parameters.dtype)), device="cpu")
+        fitting = room // int(objective.comm.max(taken))  # ranks may have parts of other lengths, and must agree
+        return max(first, min(_MOST_ROWS * first, fitting, parameters.count))
 
     @property
     def rows(self) -> Rows | None:
