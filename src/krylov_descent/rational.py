@@ -48,7 +48,10 @@ from krylov_descent.sketch import Sketch, Sketcher
 _FIRST, _LEAST, _MOST = 1e-6, 1e-18, 1e-5  # λ of the flow, relative to the trace of K: at first, and its bounds
 _SHORTEST = 2.0**-14
 _LONGEST = 2.0**-3  # longer pieces lower the loss faster at first, and end higher
-_LONGEST_WHOLE = 2.0  # where all rows are known, φ is what they all want
+_LONGEST_WHOLE, _LEAST_WHOLE = (
+    2.0,
+    1e-14,
+)  # where all rows are known, φ is what they all want: long pieces, more damping
 _LENGTHS = 5  # halvings and doublings of the last length that are looked at, at most
 _WAIT = 8  # steps in a row that gather rows, at most
 _LATELY = 0.1  # weight of a step in the share of those that gather
@@ -163,15 +166,9 @@ class RationalBuilder:
         drawn = self._sketcher.draw(objective, batches, (turn.seed, turn.iteration))
         sketch = finite_rows(drawn, comm)
         factored = Factored(sketch.J, comm)
-        longest = _LONGEST_WHOLE if sketch.whole else _LONGEST
-        carry = self._bounded(factored.trace, longest, turn.carry, torch.finfo(sketch.J.dtype).eps)
-        note = ""
-        if not sketch.whole:
-            carry = _asked(carry, self._sketcher.rows, most)
-            if carry.rows > self._sketcher.rows:
-                note = (
-                    f"Too many of the last steps had to gather rows: sketches have {carry.rows} from the next step on."
-                )
+        longest, least = (_LONGEST_WHOLE, _LEAST_WHOLE) if sketch.whole else (_LONGEST, _LEAST)
+        carry = self._bounded(factored.trace, longest, max(least, torch.finfo(g.dtype).eps ** 2), turn.carry)
+        carry, note = (carry, "") if sketch.whole else _asked(carry, self._sketcher.rows, most)
         phi, alpha = self._flow(objective, sketch, factored, d_prev, carry)
         patient = carry.lost + 1 < _WAIT
         dampings = carry.damped * _RATIO ** (torch.arange(_DAMPED, dtype=torch.float64, device="cpu") - _DAMPED // 2)
@@ -208,7 +205,8 @@ class RationalBuilder:
                 tuple(replace(lost, damped=lam) for lam in dampings.tolist()),
             )
             starts = Starts((flow, rescue), replace(lost, damped=float(dampings[-1])))
-        return replace(subspace, starts=starts, finite=subspace.finite and len(J) == len(drawn.J), note=note)
+        finite = subspace.finite and len(J) == len(drawn.J)
+        return replace(subspace, starts=starts, finite=finite, note=note)
 
     def _flow(
         self, objective: Objective, sketch: Sketch, factored: Factored, d_prev: Tensor | None, carry: Carry
@@ -239,13 +237,13 @@ class RationalBuilder:
         return replace(carry, damping=damping, length=eta, scale=max(0.0, 1 / eta - 1), lost=0)
 
     @staticmethod
-    def _bounded(trace: float, longest: float, carry: Carry | None, eps: float) -> Carry:
-        """What is remembered, within what this curvature can feel; ε is the rounding of J."""
+    def _bounded(trace: float, longest: float, least: float, carry: Carry | None) -> Carry:
+        """What is remembered, within what this curvature can feel."""
         if not 0 < trace < math.inf:
             return Carry(1.0, _LONGEST, 0.0, 1.0, _WAIT)
         if carry is None:
             return Carry(_FIRST * trace, min(0.5, longest), 0.0, _FIRST_DAMPED * trace, 0)
-        damping = min(max(carry.damping, max(_LEAST, eps**2) * trace), _MOST * trace)
+        damping = min(max(carry.damping, least * trace), _MOST * trace)
         damped = min(max(carry.damped, _LEAST_DAMPED * trace), _MOST_DAMPED * trace)
         return replace(carry, damping=damping, damped=damped, length=min(carry.length, longest))
 
@@ -285,12 +283,14 @@ class RationalBuilder:
         return {**self.__dict__, "_V": None, "_sketcher": Sketcher(self._options.rows)}
 
 
-def _asked(carry: Carry, rows: int, most: int) -> Carry:
-    """With more rows from the next step on, where too many of the last ones had to gather some."""
+def _asked(carry: Carry, rows: int, most: int) -> tuple[Carry, str]:
+    """With more rows from the next step on, where too many of the last ones had to gather some; and a note of that."""
     waits = carry.waits + _LATELY * (float(carry.lost > 0) - carry.waits)
-    if waits > _OFTEN and rows < most:
-        return replace(carry, waits=0.0, rows=min(round(_GROWTH * rows), most))
-    return replace(carry, waits=waits)
+    if waits <= _OFTEN or rows >= most:
+        return replace(carry, waits=waits), ""
+    more = min(round(_GROWTH * rows), most)
+    note = f"Many of the last steps had to gather rows: sketches have {more} from now on."
+    return replace(carry, waits=0.0, rows=more), note
 
 
 def _lengths(length: float, longest: float) -> list[float]:
