@@ -48,10 +48,7 @@ from krylov_descent.sketch import Sketch, Sketcher
 _FIRST, _LEAST, _MOST = 1e-6, 1e-18, 1e-5  # λ of the flow, relative to the trace of K: at first, and its bounds
 _SHORTEST = 2.0**-14
 _LONGEST = 2.0**-3  # longer pieces lower the loss faster at first, and end higher
-_LONGEST_WHOLE, _LEAST_WHOLE = (
-    2.0,
-    1e-14,
-)  # where all rows are known, φ is what they all want: long pieces, more damping
+_LONGEST_WHOLE, _LEAST_WHOLE = 2.0, 1e-14  # where all rows are known: long pieces, which too little damping spoils
 _LENGTHS = 5  # halvings and doublings of the last length that are looked at, at most
 _WAIT = 8  # steps in a row that gather rows, at most
 _LATELY = 0.1  # weight of a step in the share of those that gather
