@@ -181,6 +181,7 @@ def main() -> None:
         if name == "growth":
             growth.plot(found, arguments.plot)
         if name == "rational":
+            arguments.figures.mkdir(parents=True, exist_ok=True)
             rational.plot(found, arguments.figures / "rational-cost")
         results = json.loads(arguments.json.read_text()) if arguments.json.exists() else {}
         results[name] = {
