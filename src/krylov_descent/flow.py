@@ -24,7 +24,7 @@ class Factored:
     """JᵀJ, ready for any damping.
 
     By orthogonal transformations, Jᵀ = QR, since K has the squares of J's singular values: those below 1e-8 of the
-    largest, which hold most of the loss late in a run, would be lost in its rounding.
+    largest would be lost in its rounding, and those little above it, on which late losses hang, spoiled.
 
     Attributes:
         trace: of JᵀJ.
