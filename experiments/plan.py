@@ -73,14 +73,14 @@ def grid(problem: str, method: str) -> list[dict[str, Any]]:
             return _product(krylov_dim=(20, 40), floor=(1e-2, 1e-4), fraction=(0.05, 1.0))
         return _product(krylov_dim=(20, 40, 80) if full else (20, 40), floor=(1e-2, 1e-4))
     if method == "hf":
-        dampings = (1.0, 10.0, 45.0, 150.0) if problem in _SUMS else (0.1, 1.0, 10.0, 45.0)
+        dampings: tuple[float, ...] = (1.0, 10.0, 45.0, 150.0) if problem in _SUMS else (0.1, 1.0, 10.0, 45.0)
         if recurrent:
             dampings = (0.001, 0.01, 0.1, 1.0, 10.0)
         return _product(damping=dampings, fraction=(ROWS[problem].hf_fraction, 0.05))
     if method == "adam":
         return _product(lr=(3e-4, 1e-3, 3e-3), batch=(50, 200) if full or recurrent else (200,))
     if method == "sgd":
-        rates = (3e-3, 1e-2, 3e-2, 0.1) if problem in _SUMS else (0.03, 0.1, 0.3)
+        rates: tuple[float, ...] = (3e-3, 1e-2, 3e-2, 0.1) if problem in _SUMS else (0.03, 0.1, 0.3)
         if recurrent:  # from 0.03 on it diverges on the adding problem
             rates = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1)
         return _product(lr=rates, momentum=(0.9, 0.99) if full else (0.9,))

@@ -12,7 +12,7 @@ import pytest
 import torch
 from experiments.__main__ import main
 from experiments.pinn import study
-from experiments.pinn.ablations import PARTS
+from experiments.pinn.ablations import CHANGES, PARTS
 from experiments.pinn.problems import problem as make_problem
 from experiments.pinn.records import geometric_mean, read_run
 from experiments.pinn.rivals import METHODS
@@ -32,7 +32,7 @@ from tests.pinn_records import write
         (["run", "burgers", "lm", "--seconds", "0"], "--seconds 0: must be above 0"),
         (["study", "burgers", "--methods", "sgd"], "There is no method 'sgd'"),
         (["study", "burgers", "--jobs", "0"], "--jobs 0: must be at least 1"),
-        (["ablate", "burgers", "--without", "luck"], "There is no part 'luck'; there are bend"),
+        (["ablate", "burgers", "--changes", "luck"], "There is no change 'luck'; there are without-bend"),
         (["tune", "sgd"], "sgd has nothing to tune; ksd-krylov"),
         (["table"], "There are no runs in .*pinn: make them with `python -m experiments pinn study"),
         (["figure"], "There are no runs in"),
@@ -154,8 +154,13 @@ def test_ablations_take_a_part_away_for_the_run_and_no_longer(tmp_path: Path, mo
 
     monkeypatch.setattr(study, "run_all", pretend)
     study.ablate(Plan(("wave",), seconds=30.0, seeds=1), (), tmp_path, 1)
-    assert [task.name for task in started] == [f"wave 3x32 without-{part}-30s seed 0" for part in PARTS]
-    assert "without=bend" in started[0].command
+    assert [task.name for task in started] == [f"wave 3x32 {change}-30s seed 0" for change in CHANGES]
+    commands = {change: " ".join(task.command) for change, task in zip(CHANGES, started, strict=True)}
+    assert "without=bend" in commands["without-bend"]
+    assert "rows=1600" in commands["rows-1600"]
+    assert "--dtype float32" in commands["ksd-rational-float32"]
+    assert "--resample 10" in commands["ksd-rational-resample10"]
+    assert "--resample" not in commands["without-bend"]
     for part, (name, constant, value) in PARTS.items():
         module = importlib.import_module(name)
         usual = getattr(module, constant)

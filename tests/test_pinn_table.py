@@ -59,6 +59,22 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def test_changes_stand_beside_the_same_seeds_as_it_is(tmp_path: Path) -> None:
+    for seed, error in enumerate((1e-4, 1e-3)):
+        write(tmp_path, "poisson2d", "ksd-rational", error, seed=seed)
+        write(tmp_path, "wave", "ksd-rational", 10 * error, seed=seed)
+    write(tmp_path, "poisson2d", "ksd-rational", 4e-4, label="without-bend-60s")
+    write(tmp_path, "wave", "ksd-rational", 9e-3, label="without-bend-60s")
+    write(tmp_path, "wave", "ksd-rational", 5e-4, label="rows-800-60s")
+    text = table(tmp_path)
+    found = rows(text, "KSD, rational, changed in one thing: relative L2 error after 60 s, network 3x32")
+    assert found["change"] == ["poisson2d", "wave", "ratio"]
+    assert found["KSD, rational"] == ["1.0e-4", "1.0e-3", "1"]  # of seed 0 alone
+    assert found["without-bend"] == ["4.0e-4", "9.0e-3", "6"]  # (4 · 9)^(1/2)
+    assert found["rows-800"] == ["–", "5.0e-4", "0.5"]
+    assert "changed" not in table(tmp_path, ["ksd-rational"])
+
+
 def test_table_of_errors(results: Path) -> None:
     text = table(results)
     found = rows(text, "Relative L2 error after 60 s, network 3x32")

@@ -1,4 +1,4 @@
-"""The rational basis with one of its parts taken away, to see what each is worth."""
+"""The rational basis changed in one thing, or with one of its parts taken away, to see what each is worth."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import importlib
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 #: Part → the constant that has it, and the value that takes it away. They are no settings: users need none of them.
 PARTS: Mapping[str, tuple[str, str, float]] = {
@@ -15,6 +16,15 @@ PARTS: Mapping[str, tuple[str, str, float]] = {
     "large-rows": ("krylov_descent.row_choice", "_LARGE", math.inf),  # all rows are drawn alike
     "small-damping": ("krylov_descent.rational", "_LEAST", 1e-14),  # what a Gram matrix could resolve
     "short-pieces": ("krylov_descent.rational", "_LONGEST", 1.0),
+}
+
+#: Label → what of a run is not as usual, fields of ``RunConfig``; the last two labels are those that ``run`` gives.
+CHANGES: Mapping[str, Mapping[str, Any]] = {
+    **{f"without-{part}": {"settings": {"without": part}} for part in PARTS},
+    "without-momentum": {"settings": {"momentum": 0.0}},
+    **{f"rows-{m}": {"settings": {"rows": m}} for m in (100, 200, 800, 1600)},
+    "ksd-rational-resample10": {"resample": 10},
+    "ksd-rational-float32": {"dtype": "float32"},
 }
 
 

@@ -64,12 +64,12 @@ class Study:
 
 @dataclasses.dataclass(frozen=True)
 class Ablate:
-    """Runs of the rational basis that lacks a part; `pinn table --methods ksd-rational without-bend …` compares."""
+    """Runs of the rational basis that lacks a part, or is changed in one thing; `pinn table` compares them."""
 
     problems: tyro.conf.Positional[tuple[str, ...]] = ()
     """All equations unless given."""
-    without: tuple[str, ...] = ()
-    """bend, gathering, growth, …; each of all in turn unless given."""
+    changes: tuple[str, ...] = ()
+    """without-bend, without-gathering, …, rows-100, …; each of all in turn unless given."""
     seeds: int = 1
     seconds: float = 60.0
     """CPU seconds of a run."""
@@ -181,7 +181,7 @@ def _ablate(options: Ablate) -> None:
     from experiments.pinn.study import Plan, ablate
 
     plan = Plan(options.problems, (), options.seeds, options.seconds, options.networks)
-    ablate(plan, options.without, options.results, options.jobs)
+    ablate(plan, options.changes, options.results, options.jobs)
 
 
 def _tune(options: Tune) -> None:

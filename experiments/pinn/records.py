@@ -128,7 +128,12 @@ def read_run(path: Path) -> Run:
 
 
 def read_groups(
-    results: Path, problems: Sequence[str], methods: Sequence[str], columns: Sequence[str] = ()
+    results: Path,
+    problems: Sequence[str],
+    methods: Sequence[str],
+    columns: Sequence[str] = (),
+    *,
+    required: bool = True,
 ) -> list[Group]:
     """All runs of a folder, by network and budget; smaller budgets first.
 
@@ -137,6 +142,7 @@ def read_groups(
         problems: their order; others follow.
         methods: their order; of runs under other labels than the methods' own only those in ``columns`` are taken.
         columns: only these, and in this order; all methods unless given.
+        required: whether there must be any.
 
     Raises:
         ValueError: there are no such runs.
@@ -147,7 +153,7 @@ def read_groups(
         if run.column in columns or (not columns and run.column == run.method):
             by = found.setdefault((run.network, run.seconds), {}).setdefault(run.problem, {})
             by.setdefault(run.column, []).append(run)
-    if not found:
+    if not found and required:
         wanted = f" of {', '.join(columns)}" if columns else ""
         raise ValueError(
             f"There are no runs{wanted} in {results / FOLDER}: make them with "

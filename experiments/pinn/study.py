@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments.pinn.ablations import PARTS
+from experiments.pinn.ablations import CHANGES
 from experiments.pinn.loop import RunConfig, checked
 from experiments.pinn.problems import PROBLEMS
 from experiments.pinn.records import geometric_mean, path_of, read_run
@@ -58,24 +58,30 @@ def study(plan: Plan, results: Path, jobs: int) -> None:
     _end(_run(configs, results, jobs))
 
 
-def ablate(plan: Plan, parts: Sequence[str], results: Path, jobs: int) -> None:
-    """The rational basis without each of these parts, or without each of all.
+def ablate(plan: Plan, changes: Sequence[str], results: Path, jobs: int) -> None:
+    """The rational basis with each of these changes, or with each of all.
 
     Raises:
-        ValueError: there is no such part.
+        ValueError: there is no such change.
         SystemExit: some runs failed; the others were run.
     """
-    unknown = [part for part in parts if part not in PARTS]
+    unknown = [change for change in changes if change not in CHANGES]
     if unknown:
-        raise ValueError(f"There is no part {unknown[0]!r}; there are {', '.join(PARTS)}.")
+        raise ValueError(f"There is no change {unknown[0]!r}; there are {', '.join(CHANGES)}.")
     configs = [
         RunConfig(
-            problem, BASE, {"without": part}, plan.seconds, seed, network, label=f"without-{part}-{plan.seconds:g}s"
+            problem,
+            BASE,
+            seconds=plan.seconds,
+            seed=seed,
+            network=network,
+            label=f"{change}-{plan.seconds:g}s",
+            **CHANGES[change],
         )
         for seed in range(plan.seeds)
         for network in plan.networks
         for problem in plan.problems or PROBLEMS
-        for part in parts or PARTS
+        for change in changes or CHANGES
     ]
     _end(_run(configs, results, jobs))
 
@@ -169,6 +175,10 @@ def _task(config: RunConfig, results: Path) -> Task:
     command = [sys.executable, "-m", "experiments", "pinn", "run", config.problem, config.method, "--no-tuned"]
     command += ["--seconds", f"{config.seconds:g}", "--seed", str(config.seed), "--network", config.network]
     command += ["--label", config.name, "--results", str(results), "--quiet"]
+    command += ["--dtype", config.dtype]
+    for name in ("resample", "points"):
+        if value := getattr(config, name):
+            command += [f"--{name}", str(value)]
     for key, value in config.settings.items():
         command += ["--set", f"{key}={value}"]
     return Task(f"{config.problem} {config.network} {config.name} seed {config.seed}", command)

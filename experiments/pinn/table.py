@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from experiments.markdown import bold, section
+from experiments.pinn.ablations import CHANGES
 from experiments.pinn.fits import FITS, IMAGES, decibels
 from experiments.pinn.problems import PROBLEMS
 from experiments.pinn.records import Group, Run, geometric_mean, middle, only, read_groups
@@ -25,6 +26,8 @@ def table(results: Path, columns: Sequence[str] = ()) -> str:
     equations = [only(group, lambda name: name not in FITS) for group in groups]
     fits = [only(group, lambda name: name in FITS) for group in groups]
     parts = [part for group in equations if group is not None for part in _tables(group)]
+    if not columns:
+        parts += _changes(results)
     parts += [part for group in fits if group is not None for part in _fit_tables(group)]
     return "\n".join(parts)
 
@@ -108,6 +111,32 @@ def _errors(group: Group, where: str) -> str:
         f"that the method and {NAMES[BASE]} both have; above 1, {NAMES[BASE]} is more accurate."
     )
     return section(f"Relative L2 error {where}", ["problem", *_heads(group)], rows, note)
+
+
+def _changes(results: Path) -> list[str]:
+    """Of the rational basis changed in one thing, beside it as it is, on the seeds that were run so."""
+    groups = read_groups(results, tuple(PROBLEMS), [], (BASE, *CHANGES), required=False)
+    return [_changed(group) for group in groups if set(group.columns) - {BASE}]
+
+
+def _changed(group: Group) -> str:
+    seeds = {run.seed for by in group.runs.values() for name, runs in by.items() if name != BASE for run in runs}
+    medians = {
+        problem: {
+            column: middle(same) for column, runs in by.items() if (same := [run for run in runs if run.seed in seeds])
+        }
+        for problem, by in group.runs.items()
+    }
+    rows = []
+    for column in group.columns:
+        cells = [short(by[column]) if column in by else _NONE for by in medians.values()]
+        rows.append([NAMES.get(column, column), *cells, _ratio(medians, column)])
+    note = (
+        "Median over seeds of the relative L2 error on the test grid. Ratio: the geometric mean over the problems, of "
+        f"errors with the change to those without; above 1 it does harm. Seeds: {' '.join(map(str, sorted(seeds)))}."
+    )
+    title = f"{NAMES[BASE]}, changed in one thing: relative L2 error after {group.seconds:g} s, network {group.network}"
+    return section(title, ["change", *medians, "ratio"], rows, note)
 
 
 def _means(group: Group, medians: Mapping[str, Mapping[str, float]]) -> list[str]:

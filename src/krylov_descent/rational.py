@@ -7,7 +7,7 @@ part of the parameters; ``inner`` completes inner products.
 Deviations from the paper:
 
 1. Its subspace is span{(D⁻¹H)^k D⁻¹g}; this one is spanned by (H + λ)⁻¹g and needs no D. By Woodbury, a step costs
-   one product by Jᵀ after one factorisation of JJᵀ.
+   one product by Jᵀ after one factorisation of J.
 2. The search begins at the best of some candidates, and goes on only where none is better than staying.
 
 Two families of candidates:
