@@ -155,7 +155,7 @@ def _rows(options: Tune | Study) -> tuple[str, ...]:
     from experiments.methods import settings_of
 
     for name in options.methods:
-        settings_of(name, {})
+        settings_of(plan.CHANGED[name][0] if name in plan.CHANGED else name, {})
     counts = {"jobs": options.jobs, "samples": options.samples, "seeds": getattr(options, "seeds", None)}
     for name, count in counts.items():
         if count is not None and count < 1:

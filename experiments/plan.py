@@ -16,6 +16,14 @@ MAIN = ("ksd", "hf", "lbfgs", "sgd", "adam")
 HESSIANS = ("ksd-hessian", "hf-hessian")
 
 
+#: Label → method, and settings in place of the tuned ones. The paper's figures of CURVES are with K = 80.
+CHANGED: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "k40": ("ksd", {"krylov_dim": 40, "fraction": 0.05, "floor": 0.01}),
+    "paper-k80": ("ksd-paper", {"krylov_dim": 80}),
+    "paper-k80-20th": ("ksd-paper", {"krylov_dim": 80, "fraction": 0.05}),
+}
+
+
 @dataclasses.dataclass(frozen=True)
 class Row:
     """A row of the study.
@@ -23,7 +31,7 @@ class Row:
     Attributes:
         minutes: of each run, on one thread.
         seeds: how many.
-        extra: methods beside the main ones, with the first seed only.
+        extra: methods and ``CHANGED`` ones beside the main ones, with the first seed only.
         trial: seconds of each trial of a grid.
         hf_trial: seconds of HF's trials, if longer: on CURVES its first minute tells no λ₀ from another.
         trial_samples: training samples of a trial; None for all. Where a second-order step over all takes half a
@@ -47,7 +55,7 @@ class Row:
 
 #: In the order of importance.
 ROWS: Mapping[str, Row] = {
-    "curves": Row(5, 3, (*HESSIANS, "cg", "ksd-paper"), trial=60, hf_trial=120, hf_fraction=0.25),
+    "curves": Row(5, 3, (*HESSIANS, "cg", "ksd-paper", *CHANGED), trial=60, hf_trial=120, hf_fraction=0.25),
     "mnist-class": Row(10, 1, trial=45, trial_samples=10_000),
     "mnist-ae": Row(20, 1, trial=60, trial_samples=10_000),
     "starcraft": Row(1, 3, trial=10, hf_fraction=1.0),
@@ -76,13 +84,22 @@ def grid(problem: str, method: str) -> list[dict[str, Any]]:
         dampings: tuple[float, ...] = (1.0, 10.0, 45.0, 150.0) if problem in _SUMS else (0.1, 1.0, 10.0, 45.0)
         if recurrent:
             dampings = (0.001, 0.01, 0.1, 1.0, 10.0)
+        if ROWS[problem].hf_fraction == 1:
+            dampings = (0.01, *dampings)
         return _product(damping=dampings, fraction=(ROWS[problem].hf_fraction, 0.05))
     if method == "adam":
-        return _product(lr=(3e-4, 1e-3, 3e-3), batch=(50, 200) if full or recurrent else (200,))
+        rates: tuple[float, ...] = (3e-4, 1e-3, 3e-3)
+        if recurrent:
+            rates = (1e-4, *rates)
+        elif problem not in _SUMS:
+            rates = (*rates, 1e-2, 3e-2)
+        return _product(lr=rates, batch=(50, 200) if full or recurrent else (200,))
     if method == "sgd":
-        rates: tuple[float, ...] = (3e-3, 1e-2, 3e-2, 0.1) if problem in _SUMS else (0.03, 0.1, 0.3)
+        rates = (1e-3, 3e-3, 1e-2, 3e-2, 0.1) if problem in _SUMS else (0.03, 0.1, 0.3, 1.0)
         if recurrent:  # from 0.03 on it diverges on the adding problem
-            rates = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1)
+            rates = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1)
+        if full:
+            rates = rates[1:]
         return _product(lr=rates, momentum=(0.9, 0.99) if full else (0.9,))
     return []
 
@@ -99,6 +116,14 @@ def settings(problem: str, method: str) -> dict[str, Any]:
     known = json.loads(TUNED.read_text()) if TUNED.exists() else {}
     chosen = known.get((row.tuned_as if row else None) or problem, {})
     return {} if method in ("ksd-paper", "ksd-kronecker", "kfac") else dict(chosen.get(method.partition("-")[0], {}))
+
+
+def run_of(problem: str, label: str) -> tuple[str, dict[str, Any]]:
+    """Method and settings of a run of the study."""
+    if label in CHANGED:
+        method, changed = CHANGED[label]
+        return method, dict(changed)
+    return label, settings(problem, label)
 
 
 def _product(**values: Sequence[Any]) -> list[dict[str, Any]]:

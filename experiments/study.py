@@ -31,7 +31,8 @@ class Where:
 def tune(problems: Sequence[str], where: Where, methods: Sequence[str] = ()) -> None:
     """Try every grid point on a short budget, and keep the settings of the lowest training loss.
 
-    Trials on fewer samples than the plan's are for trying this out: they choose nothing.
+    Trials whose outcome is recorded are not made again. Those on fewer samples than the plan's are for trying this out:
+    they choose nothing.
     """
     tuned = [problem for problem in problems if not plan.ROWS[problem].tuned_as]
     tasks = [
@@ -39,11 +40,11 @@ def tune(problems: Sequence[str], where: Where, methods: Sequence[str] = ()) -> 
         for problem in tuned
         for method in plan.MAIN
         for settings in plan.grid(problem, method)
-        if not methods or method in methods
+        if (not methods or method in methods) and not _recorded(problem, method, settings, where)
     ]
     failed = run_all([task for task in tasks if task is not None], where.jobs)
     for problem in tuned:
-        found = trials(problem, where.results)
+        found = trials(problem, where)
         _write(problem, found, where)
         if where.samples is None:
             _choose(problem, found)
@@ -53,24 +54,43 @@ def tune(problems: Sequence[str], where: Where, methods: Sequence[str] = ()) -> 
 def study(problems: Sequence[str], where: Where, methods: Sequence[str] = (), seeds: int | None = None) -> None:
     """The final runs, in the order of the plan; those that are finished are passed over, others continue."""
     tasks = [
-        _task(problem, method, seed, 60 * plan.ROWS[problem].minutes, where, plan.settings(problem, method), method)
+        _final(problem, label, seed, where)
         for problem in problems
         for seed in range(min(plan.ROWS[problem].seeds, seeds or plan.ROWS[problem].seeds))
-        for method in (*plan.MAIN, *(plan.ROWS[problem].extra if seed == 0 else ()))
-        if not methods or method in methods
+        for label in (*plan.MAIN, *(plan.ROWS[problem].extra if seed == 0 else ()))
+        if not methods or label in methods
     ]
     _end(run_all([task for task in tasks if task is not None], where.jobs))
 
 
-def trials(problem: str, results: Path) -> dict[str, list[dict[str, Any]]]:
-    """Grid points of each method, with the lowest training loss that each reached; None where it failed."""
+def trials(problem: str, where: Where) -> dict[str, list[dict[str, Any]]]:
+    """Grid points of each method that were tried, with the lowest training loss of each; None where it diverged."""
     found: dict[str, list[dict[str, Any]]] = {}
     for method in plan.MAIN:
         for settings in plan.grid(problem, method):
-            path = results / problem / f"{_label(method, settings)}-seed0.jsonl"
-            lowest = _lowest(path, plan.trial(problem, method))
-            found.setdefault(method, []).append({"settings": settings, "loss": lowest})
+            path = where.results / problem / f"{_label(method, settings)}-seed0.jsonl"
+            if path.exists():
+                outcome = {"settings": settings, "loss": _lowest(path, plan.trial(problem, method))}
+            elif known := _recorded(problem, method, settings, where):
+                outcome = {"settings": settings, "loss": known["loss"]}
+            else:
+                continue
+            found.setdefault(method, []).append(outcome)
     return found
+
+
+def _recorded(problem: str, method: str, settings: Mapping[str, Any], where: Where) -> Mapping[str, Any] | None:
+    """The line of a trial like this one, whose own files may be gone."""
+    path = where.results / f"tuning-{problem}.jsonl"
+    wanted = {**_facts(problem, method, where), "settings": settings}
+    lines = (json.loads(line) for line in path.read_text().splitlines()) if path.exists() else ()
+    return next((line for line in lines if {key: line[key] for key in wanted} == wanted), None)
+
+
+def _facts(problem: str, method: str, where: Where) -> dict[str, Any]:
+    """Of a trial, beside its settings and its outcome."""
+    samples = where.samples or plan.ROWS[problem].trial_samples or PROBLEMS[problem].samples
+    return {"problem": problem, "method": method, "seconds": plan.trial(problem, method), "samples": samples}
 
 
 def _choose(problem: str, found: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
@@ -87,20 +107,15 @@ def _choose(problem: str, found: Mapping[str, Sequence[Mapping[str, Any]]]) -> N
 def _write(problem: str, found: Mapping[str, Sequence[Mapping[str, Any]]], where: Where) -> None:
     """All trials of a problem, a line each."""
     lines = [
-        json.dumps(
-            {
-                "problem": problem,
-                "method": method,
-                "seconds": plan.trial(problem, method),
-                "samples": where.samples or plan.ROWS[problem].trial_samples or PROBLEMS[problem].samples,
-                **trial,
-            }
-        )
-        for method, tried in found.items()
-        for trial in tried
+        json.dumps({**_facts(problem, method, where), **trial}) for method, tried in found.items() for trial in tried
     ]
     where.results.mkdir(parents=True, exist_ok=True)
     (where.results / f"tuning-{problem}.jsonl").write_text("\n".join(lines) + "\n")
+
+
+def _final(problem: str, label: str, seed: int, where: Where) -> Task | None:
+    method, settings = plan.run_of(problem, label)
+    return _task(problem, method, seed, 60 * plan.ROWS[problem].minutes, where, settings, label)
 
 
 def _trial(problem: str, method: str, where: Where, settings: Mapping[str, Any]) -> Task | None:

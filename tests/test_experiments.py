@@ -382,6 +382,16 @@ def test_tune_study_table_and_figure(
     trials = lines_of(tmp_path / "tuning" / "tuning-order-50.jsonl")
     assert [trial["settings"] for trial in trials] == tried
     assert trials[0]["loss"] < trials[1]["loss"]
+    for file in (tmp_path / "tuning" / "order-50").iterdir():
+        file.unlink()
+    tried.append({"lr": 1e-4, "batch": 25})
+    study.tune(["order-50"], study.Where(None, tmp_path / "tuning", samples=100))  # the new one alone is tried
+    assert [path.name for path in (tmp_path / "tuning" / "order-50").glob("*.jsonl")] == [
+        "adam-lr=0.0001-batch=25-seed0.jsonl"
+    ]
+    again = lines_of(tmp_path / "tuning" / "tuning-order-50.jsonl")
+    assert again[:2] == trials
+    assert again[2]["settings"] == tried[2]
     plan.TUNED.write_text(json.dumps({"order-50": {"adam": tried[0]}}))
     study.study(["order-50"], study.Where(None, tmp_path, samples=100))
     headers = {path.name: lines_of(path)[0] for path in (tmp_path / "order-50").glob("*.jsonl")}
