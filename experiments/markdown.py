@@ -10,6 +10,7 @@ _MARKS = {
     "‡": "The paper's own data are not public: same kind of task, other data.",
     "§": "A seed that is not finished.",
     "†": "A seed whose loss was not finite at the end.",
+    "∎": "A seed that ended before its budget, as the method found no step any more.",
     "◊": "Mixed settings: the seeds were not run with the same ones.",
     "¶": "Run with another budget than the row's, and so not compared: a schedule would be half-way where others end.",
 }

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 
 from experiments.records import Run
+
+_STEEPER = 0.05  # growth of p that is more than rounding and noise
 
 
 @dataclasses.dataclass(frozen=True)
@@ -13,7 +16,7 @@ class Reach:
     """Seconds until the held-out error came down to a target.
 
     Attributes:
-        seconds: when it did, or would; infinite if it no longer falls.
+        seconds: when it did, or would; infinite if it no longer falls, NaN if it falls ever faster.
         extrapolated: whether that lies beyond the end of the run.
         error: the lowest held-out error of the run.
     """
@@ -27,21 +30,30 @@ def reach(run: Run, target: float) -> Reach | None:
     """When the lowest held-out error so far is at the target; None without any finite error.
 
     Beyond the run's end: error ∝ seconds^(−p), with p from where the budget was half spent to its end. Errors flatten
-    sooner or later, so that such a time is a lower bound more than a forecast.
+    sooner or later, so that such a time is a lower bound more than a forecast; but not while p still grows, as after a
+    plateau: of a run whose last quarter is steeper than its last half, nothing is said.
     """
     valid = [(point.seconds, point.held_out_error) for point in run.points if math.isfinite(point.held_out_error)]
     if not valid:
         return None
-    best, end = min(error for _, error in valid), valid[-1][0]
+    best = min(error for _, error in valid)
     reached = next((time for time, error in valid if error <= target), None)
     if reached is not None:
         return Reach(reached, False, best)
-    half = next(time for time, _ in valid if time >= end / 2)
-    then = min(error for time, error in valid if time <= half)
-    if not 0 < half < end or not best < then or target <= 0:
+    half, quarter = _power(valid, 0.5), _power(valid, 0.75)
+    if not half or target <= 0:
         return Reach(math.inf, True, best)
-    power = math.log(then / best) / math.log(end / half)
-    return Reach(end * (best / target) ** (1 / power), True, best)
+    if quarter > (1 + _STEEPER) * half:
+        return Reach(math.nan, True, best)
+    return Reach(valid[-1][0] * (best / target) ** (1 / half), True, best)
+
+
+def _power(valid: Sequence[tuple[float, float]], share: float) -> float:
+    """p of the lowest error so far, from where this share of the time was spent to the end; 0 if it does not fall."""
+    end, best = valid[-1][0], min(error for _, error in valid)
+    since = next(time for time, _ in valid if time >= share * end)
+    then = min(error for time, error in valid if time <= since)
+    return math.log(then / best) / math.log(end / since) if 0 < since < end and 0 < best < then else 0.0
 
 
 def duration(seconds: float) -> str:
@@ -53,6 +65,8 @@ def duration(seconds: float) -> str:
     """
     if seconds == math.inf:
         return "no longer falls"
+    if math.isnan(seconds):
+        return "falls ever faster"
     for unit, size in (("days", 86400.0), ("h", 3600.0), ("min", 60.0)):
         if seconds >= 2 * size:
             return f"{seconds / size:.2g} {unit}"

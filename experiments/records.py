@@ -170,10 +170,10 @@ def of_row(found: Mapping[str, Sequence[Run]]) -> dict[str, list[Run]]:
     return {label: runs for label, runs in kept.items() if runs}
 
 
-def within_budget(run: Run) -> Run:
-    """The run as far as it counts: up to its budget and ``OVER``, what lies beyond left out."""
+def within_budget(run: Run, share: float = OVER) -> Run:
+    """The run as far as it counts: up to a share of its budget, by default all of it and ``OVER``."""
     budget = run.allowed
-    kept = (p for p in run.points if budget.spent(p.seconds, p.gradients) <= OVER * budget.amount)
+    kept = (p for p in run.points if budget.spent(p.seconds, p.gradients) <= share * budget.amount)
     return dataclasses.replace(run, points=tuple(kept))
 
 

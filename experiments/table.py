@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from experiments import paper
@@ -50,16 +50,29 @@ def table(results: Path) -> str:
     for name, found in recorded.items():
         kept = of_row(found)
         grouped[name] = {label: [within_budget(run) for run in kept.get(label, [])] for label in found}
-    parts = [_paper_table(grouped), _distance_table(grouped), _methods_table(grouped), _loss_table(grouped)]
+    times = {name: _times(*(_whole(found, label) for label in ("ksd", "hf"))) for name, found in recorded.items()}
+    parts = [_paper_table(grouped, times), _distance_table(grouped), _methods_table(grouped), _loss_table(grouped)]
     if any("-hessian" in label for found in grouped.values() for label in found):
         parts.append(_hessian_table(grouped))
-    return "\n".join([*parts, _setup_table(recorded)])
+    return "\n".join([*parts, *_others_table(grouped), _setup_table(recorded)])
 
 
-def _paper_table(grouped: _Grouped) -> str:
+def _whole(found: dict[str, list[Run]], label: str) -> list[Run] | None:
+    """All of the runs of the row's budget, a step beyond it included; None if there is no run of any."""
+    return of_row(found).get(label, []) if label in found else None
+
+
+def _paper_table(grouped: _Grouped, times: Mapping[str, list[str]]) -> str:
     head = ["problem", "paper's data"]
     head += ["paper: HF", "paper: KSD", "paper: KSD time"]
-    head += ["here: HF", "here: KSD", "here: KSD time, seconds", "here: KSD time, gradients", "at loss"]
+    head += [
+        "here: HF",
+        "here: KSD",
+        "here: KSD time, seconds",
+        "here: KSD time, gradients",
+        "at loss",
+        "seconds, HF half-way",
+    ]
     rows = []
     for name, found in grouped.items():
         row = paper.row(name)
@@ -75,13 +88,13 @@ def _paper_table(grouped: _Grouped) -> str:
         pair = {label: found.get(label) for label in ("hf", "ksd")}
         best, _ = ahead({label: _held_out(runs) for label, runs in pair.items() if runs})
         cells += [_errors(runs, best=label == best) for label, runs in pair.items()]
-        rows.append([*cells, *_times(pair["ksd"], pair["hf"])])
+        rows.append([*cells, *times[name]])
     note = (
         "Errors: training / held-out, at the point of lowest held-out error. Bold: the lower held-out error, by its "
         "mean over the seeds that both have. KSD time: "
         "that of KSD over that of HF to the lowest training loss that both reach (column *at loss*), each at its first "
-        "point at or below it, in seconds and in gradients over the training set; below 1, KSD is faster. The paper's "
-        "is the time to its early stop."
+        "point at or below it, in seconds and in gradients over the training set; below 1, KSD is faster. Last column: "
+        "the same ratio of seconds if HF had ended with half of its budget. The paper's is the time to its early stop."
     )
     return section("KSD and HF, the paper's figures and ours", head, rows, note)
 
@@ -102,8 +115,9 @@ def _distance_table(grouped: _Grouped) -> str:
         rows.append(cells)
     note = (
         "Lowest held-out error, and when it came down to the paper's figure, seed by seed. After ≥: when it would, by "
-        "the power law of the second half of the run; errors flatten, so that this is a lower bound. Rows whose errors "
-        "do not compare with the paper's are left out."
+        "the power law of the second half of the run; errors flatten, so that this is a lower bound. Where the last "
+        "quarter is steeper than the last half, nothing can be said. Rows whose errors do not compare with the paper's "
+        "are left out."
     )
     return section("How far from the paper's errors", head, rows, note)
 
@@ -111,7 +125,7 @@ def _distance_table(grouped: _Grouped) -> str:
 def _when(found: Reach, *, scheduled: bool) -> str:
     if found.extrapolated and scheduled:
         return "not in this budget"
-    return f"{'≥ ' * (found.extrapolated and found.seconds < math.inf)}{duration(found.seconds)}"
+    return f"{'≥ ' * (found.extrapolated and math.isfinite(found.seconds))}{duration(found.seconds)}"
 
 
 def _methods_table(grouped: _Grouped) -> str:
@@ -157,8 +171,22 @@ def _hessian_table(grouped: _Grouped) -> str:
         if found.get(label)
     ]
     head = ["problem", "method", "seeds", "lowest training loss", "training / held-out error"]
-    note = "KSD and HF without a word more use the Gauss–Newton matrix. Errors: at the point of lowest held-out error."
+    note = (
+        "KSD and HF use the Gauss–Newton matrix unless marked *Hessian*. Errors: at the point of lowest held-out error."
+    )
     return section("Gauss–Newton matrix or Hessian", head, rows, note)
+
+
+def _others_table(grouped: _Grouped) -> list[str]:
+    rows = [
+        [name, label, _seeds(runs), _losses(runs), _errors(runs)]
+        for name, found in grouped.items()
+        for label, runs in found.items()
+        if label not in LABELS and runs
+    ]
+    head = ["problem", "label", "seeds", "lowest training loss", "training / held-out error"]
+    note = "Runs with other settings than the tuned ones, which the next table has."
+    return [section("Other runs", head, rows, note)] if rows else []
 
 
 def _setup_table(recorded: _Grouped) -> str:
@@ -216,18 +244,20 @@ def _mixed(runs: Sequence[Run]) -> bool:
 
 
 def _times(ksd: Sequence[Run] | None, hf: Sequence[Run] | None) -> list[str]:
-    """KSD's time over HF's in seconds and in gradients, and the level it is taken at."""
+    """KSD's time over HF's in seconds and in gradients, the level it is taken at, and the first of HF half-way."""
     if not ksd or not hf:
-        return [_absent(None if None in (ksd, hf) else [])] * 2 + ["–"]
+        return [_absent(None if None in (ksd, hf) else [])] * 2 + ["–"] * 2
     pairs = relative_times(ksd, hf)
     seeds = len({run.seed for run in ksd} & {run.seed for run in hf})
     if not pairs:
-        return ["none comparable"] * 2 + ["–"]
+        return ["none comparable"] * 2 + ["–"] * 2
+    half = relative_times(ksd, [within_budget(run, 0.5) for run in hf])
     left = f" ({len(pairs)} of {seeds} seeds)" if len(pairs) < seeds else ""
     seconds = spread([p.seconds for p in pairs], middle=statistics.median, digits=2)
     gradients = spread([p.gradients for p in pairs], middle=statistics.median, digits=2)
     level = spread([p.loss for p in pairs], middle=statistics.median)
-    return [seconds + left, gradients + left, level]
+    sooner = spread([p.seconds for p in half], middle=statistics.median, digits=2) if half else "–"
+    return [seconds + left, gradients + left, level, sooner]
 
 
 def _absent(runs: Sequence[Run] | None) -> str:
@@ -274,6 +304,7 @@ def _distinct(values: Iterable[str]) -> str:
 
 
 def _marks(runs: Sequence[Run]) -> str:
-    """§ not finished, † no finite loss at the end, on any of the seeds; ◊ settings that differ between them."""
+    """Of any seed: § not finished, † no finite loss at the end, ∎ no step found; ◊ settings that differ."""
     diverged = any(not math.isfinite(p.loss) for p in map(final, runs) if p is not None)
-    return " §" * any(run.end is None for run in runs) + " †" * diverged + " ◊" * _mixed(runs)
+    ended = any(run.end == "finished" for run in runs)
+    return " §" * any(run.end is None for run in runs) + " †" * diverged + " ∎" * ended + " ◊" * _mixed(runs)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from experiments.reach import reach
+from experiments.reach import duration, reach
 from experiments.records import Point, Run
 
 
@@ -36,3 +36,12 @@ def test_what_no_longer_falls_never_gets_there() -> None:
 
 def test_nothing_finite() -> None:
     assert reach(run_of({0: math.nan}), 1.0) is None
+
+
+def test_a_run_that_gets_faster_is_not_extrapolated() -> None:
+    """As after a plateau: 10 until 60 s, then a fall."""
+    found = reach(run_of({t: 10.0 if t < 60 else 10.0 - (t - 60) ** 2 / 400 for t in range(101)}), 1.0)
+    assert found is not None
+    assert math.isnan(found.seconds)
+    assert found.extrapolated
+    assert duration(found.seconds) == "falls ever faster"

@@ -64,12 +64,12 @@ def test_table_has_the_papers_figures_and_ours(study: Path) -> None:
     assert found["curves"][1:5] == ["CURVES ‡", "0.13 / **0.19**", "0.17 / 0.25", "0.2"]
     assert found["mnist-class"][1:5] == ["MNIST CL", "0 % / 2.01 %", "0 % / **1.70 %**", "0.6"]
     assert found["mnist-class"][5:7] == ["0 % / 3.5 % §", "0 % / **1.25 %** §"]
-    assert found["adding-50"][1:] == ["–"] * 4 + ["not run"] * 4 + ["–"]
+    assert found["adding-50"][1:] == ["–"] * 4 + ["not run"] * 4 + ["–"] * 2
     # Errors are the loss here: HF ends at 1 + 9·exp(−2) on both seeds, KSD at 1 + 9·exp(−4) and 1 + 9·exp(−5).
     assert found["curves"][5] == "2.22 / 2.22"
     assert found["curves"][6] == "1.11 [1.06, 1.16] / **1.11 [1.06, 1.16]**"
-    # KSD reaches the end of HF at t = 10 and 8 of 20, in seconds and in gradients alike.
-    assert found["curves"][7:] == ["0.45 [0.4, 0.5]", "0.45 [0.4, 0.5]", "2.218"]
+    # KSD reaches the end of HF at t = 10 and 8 of 20, in seconds and in gradients alike, HF's half at 5 and 4 of 10.
+    assert found["curves"][7:] == ["0.45 [0.4, 0.5]", "0.45 [0.4, 0.5]", "2.218", "0.45 [0.4, 0.5]"]
     assert "§ A seed that is not finished." in text
     assert "†" not in text
 
@@ -105,7 +105,18 @@ def test_all_columns_end_with_the_budget_of_the_row(study: Path) -> None:
     hf = [point(i, 1 + 9 * math.exp(-0.1 * i)) for i in range(21)]
     write(study, [header("curves", "hf", 0), *hf, point(21, 1.0, held_out_error=0.0), end])
     found = rows(table(study), "KSD and HF, the paper's figures and ours")["curves"]
-    assert (found[5], found[7]) == ("2.22 / 2.22", "0.45 [0.4, 0.5]")
+    # A time to a level needs no end: HF comes below KSD's lowest loss, that of 20 s, at 21 s.
+    assert (found[5], found[7]) == ("2.22 / 2.22", "0.68 [0.4, 0.95]")
+
+
+def test_runs_that_found_no_step_are_marked_and_other_settings_listed(study: Path) -> None:
+    points = [point(i, 1 + 9 * math.exp(-0.1 * i)) for i in range(11)]
+    write(study, [header("curves", "lbfgs", 0), *points, {"kind": "end", "reason": "finished"}])
+    write(study, [header("curves", "k40", 0), *points, {"kind": "end", "reason": "budget"}])
+    text = table(study)
+    losses = rows(text, "Training loss after equal budgets")
+    assert losses["curves"][losses["problem"].index("L-BFGS")] == "4.311 ∎"
+    assert rows(text, "Other runs")["curves"][1:4] == ["k40", "0", "4.311"]
 
 
 def test_runs_of_another_budget_are_listed_only(study: Path) -> None:
