@@ -27,6 +27,7 @@ class Small:
 
     model: nn.Module
     closure: Callable[[], tuple[Tensor, tuple[Tensor, ...]]]
+    draw: int = 0
 
 
 def small(factor: float = 1.0) -> Small:
@@ -115,9 +116,29 @@ def test_it_ends_where_no_progress_is_left(name: str) -> None:
     assert closure()[0].item() == pytest.approx(best, rel=1e-9)
 
 
+@pytest.mark.parametrize("name", ["lm", "engd", "spring", "bfgs", "ssbroyden", "nncg", "adam-lbfgs"])
+def test_after_new_points_it_goes_by_their_loss(name: str) -> None:
+    """Residuals become ten times as large: by the loss of before, no step would be a descent."""
+    plain = small()
+
+    def closure() -> tuple[Tensor, tuple[Tensor, ...]]:
+        r, b = (z * 10**problem.draw for z in plain.closure()[1])
+        return r.square().mean() + b.square().mean(), (r, b)
+
+    problem = Small(plain.model, closure)
+    run = METHODS[name](problem, seed=0, **QUICK[name][0])
+    for _ in range(6):
+        next(run)
+    problem.draw = 1
+    before = LeastSquares(problem).value()
+    losses = list(itertools.islice(run, 6))
+    assert len(losses) == 6
+    assert LeastSquares(problem).value() < before
+
+
 def test_grids_name_methods_and_are_small() -> None:
     assert GRIDS.keys() == METHODS.keys() - {"ksd-rational"}
-    assert all(math.prod(len(values) for values in grid.values()) <= 6 for grid in GRIDS.values())
+    assert all(math.prod(len(values) for values in grid.values()) <= 9 for grid in GRIDS.values())
 
 
 def test_phases_end_at_the_first_loss_that_is_not_finite() -> None:
@@ -165,7 +186,10 @@ def test_halving_finds_the_valley(lowest: float, size: float) -> None:
 
 def test_halving_passes_over_nan_and_gives_up() -> None:
     found = best_halving(lambda t: math.nan if t > 0.1 else t, 1.0)
-    assert found == (2.0**-15, 2.0**-15)
+    assert found == (2.0**-30, 2.0**-30)
+    tried: list[float] = []
+    assert best_halving(lambda t: tried.append(t) or (t - 0.25) ** 2, 0.1, largest=0.5) == (0.25, 0.0)  # type: ignore[func-returns-value]
+    assert tried == [0.5, 0.25, 0.125]
     assert best_halving(lambda t: 1 + t, 1.0) is None
 
 

@@ -136,6 +136,16 @@ def test_tuning_takes_the_lowest_geometric_mean(tmp_path: Path, monkeypatch: pyt
         "errors": {"wave": 1e-6, "burgers": None},
         "seconds": 30,
     }
+    again: list[str] = []
+
+    def note(tasks: Sequence[Task], jobs: int) -> list[str]:
+        again.extend(task.name for task in tasks)
+        return []
+
+    monkeypatch.setattr(study, "run_all", note)
+    tune((), tmp_path / "other", 1, problems=("wave", "burgers"))  # where none of the files is
+    assert again == ["wave 3x32 lm-start=3-30s seed 100", "burgers 3x32 lm-start=3-30s seed 100"]
+    assert json.loads(study.TUNED.read_text())["3x32"]["lm"]["trials"][:2] == trials[:2]
 
 
 def test_geometric_mean() -> None:

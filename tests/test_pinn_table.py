@@ -75,6 +75,15 @@ def test_changes_stand_beside_the_same_seeds_as_it_is(tmp_path: Path) -> None:
     assert "changed" not in table(tmp_path, ["ksd-rational"])
 
 
+def test_ratios_over_time_are_those_of_the_points_until_then(tmp_path: Path) -> None:
+    """Points are at 0, 1, 8 and 60 s, errors e^(1/3) at 1 s and e^(2/3) at 8 s."""
+    write(tmp_path, "wave", "ksd-rational", 1e-6)
+    write(tmp_path, "wave", "lm", 1e-3)
+    found = rows(table(tmp_path), "Ratio to KSD, rational over time, network 3x32, budget 60 s")
+    assert found["method"] == ["3.75 s", "7.5 s", "15 s", "30 s", "60 s"]
+    assert found["LM"] == ["10", "10", "100", "100", "1e+03"]
+
+
 def test_table_of_errors(results: Path) -> None:
     text = table(results)
     found = rows(text, "Relative L2 error after 60 s, network 3x32")

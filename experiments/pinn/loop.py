@@ -159,7 +159,8 @@ def drive(
     while reason is None:
         began = clock()
         if resample and count and count % resample == 0:
-            problem.resample(count // resample)
+            problem.draw = count // resample
+            problem.resample(problem.draw)
         loss = next(steps, None)
         spent += clock() - began
         point = None

@@ -52,6 +52,7 @@ class Problem:
         resample: draw new training points, the same for the same number; 0 has those of the beginning. Of a fit, a
             ValueError: it has the samples it has.
         grid: for pictures.
+        draw: the number that ``resample`` was given last.
     """
 
     name: str
@@ -61,6 +62,7 @@ class Problem:
     held_out: Callable[[], float]
     resample: Callable[[int], None]
     grid: Grid
+    draw: int = 0
 
 
 def problem(

@@ -97,6 +97,8 @@ def tune(
 ) -> None:
     """Try the grid of every method, and keep the settings of the lowest geometric mean of errors over the problems.
 
+    Trials that the tuned file has are not made again.
+
     Raises:
         SystemExit: some trials failed; settings are chosen among the others.
     """
@@ -104,16 +106,18 @@ def tune(
     if missing:
         raise ValueError(f"{missing[0]} has nothing to tune; {', '.join(m for m in GRIDS if GRIDS[m])} have.")
     tuned = {method: list(grid(method)) for method in methods or METHODS if GRIDS.get(method)}
+    known = json.loads(TUNED.read_text()) if TUNED.exists() else {}
+    done = {method: known.get(network, {}).get(method, {}).get("trials", []) for method in tuned}
     trials = {
         method: [[_trial(problem, method, tried, seconds, network) for problem in problems] for tried in several]
         for method, several in tuned.items()
     }
     # The first settings of all methods before the next ones: a tuning that is cut off has tried something of each.
     rounds = itertools.zip_longest(*trials.values(), fillvalue=[])
-    failed = _run([config for several in rounds for tried in several for config in tried], results, jobs)
-    known = json.loads(TUNED.read_text()) if TUNED.exists() else {}
+    wanted = [tried for several in rounds for tried in several if tried and not _known(tried, done[tried[0].method])]
+    failed = _run([config for tried in wanted for config in tried], results, jobs)
     for method, several in trials.items():
-        outcome = [_outcome(tried, results) for tried in several]
+        outcome = [_known(tried, done[method]) or _outcome(tried, results) for tried in several]
         best = min(outcome, key=lambda trial: math.inf if trial["error"] is None else float(trial["error"]))
         if best["error"] is not None:
             known.setdefault(network, {})[method] = {"settings": best["settings"], "trials": outcome}
@@ -138,6 +142,16 @@ def grid(method: str) -> Iterator[dict[str, Any]]:
 def _trial(problem: str, method: str, tried: Mapping[str, Any], seconds: float, network: str) -> RunConfig:
     label = "-".join([method, *(f"{key}={value}" for key, value in tried.items()), f"{seconds:g}s"])
     return RunConfig(problem, method, tried, seconds, TUNING_SEED, network, label=label)
+
+
+def _known(tried: Sequence[RunConfig], done: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """What came of just these trials, if that was written down."""
+    first, problems = tried[0], {config.problem for config in tried}
+    settings = dict(first.settings)
+    for trial in done:
+        if trial["settings"] == settings and trial["seconds"] == first.seconds and set(trial["errors"]) == problems:
+            return None if None in trial["errors"].values() else trial
+    return None
 
 
 def _outcome(tried: Sequence[RunConfig], results: Path) -> dict[str, Any]:

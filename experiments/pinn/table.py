@@ -6,6 +6,7 @@ Figures are those at the end of runs, medians over seeds. A run that diverged co
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -46,7 +47,13 @@ def _tables(group: Group) -> list[str]:
         "Medians over seeds of the loss on the collocation points that are trained on, and on others; bold: the lowest "
         "of each. Where the first is far below the second, the points are fitted, and not the equation."
     )
-    return [_errors(group, where), *_ranges(group, where), _losses(group, where, losses), _setup(group, where)]
+    return [
+        _errors(group, where),
+        *_ranges(group, where),
+        *_course(group),
+        _losses(group, where, losses),
+        _setup(group, where),
+    ]
 
 
 def _fit_tables(group: Group) -> list[str]:
@@ -170,6 +177,35 @@ def _ranges(group: Group, where: str) -> list[str]:
         ]
         rows.append([name, *cells])
     return [section(f"Lowest and highest error {where}", ["problem", *_heads(group)], rows, "Over seeds.")]
+
+
+def _course(group: Group) -> list[str]:
+    """How the lead changes with time: ratios as in the table of errors, at the points before these seconds."""
+    if BASE not in group.columns or len(group.columns) < 2:
+        return []
+    times = [group.seconds / 2**k for k in range(4, -1, -1)]
+    by_time = [
+        {
+            name: {column: middle([_until(run, time) for run in runs]) for column, runs in by.items()}
+            for name, by in group.runs.items()
+        }
+        for time in times
+    ]
+    others = [column for column in group.columns if column != BASE]
+    rows = [[NAMES.get(column, column), *(_ratio(medians, column) for medians in by_time)] for column in others]
+    note = f"As the last line of the table above, after so many seconds. Above 1, {NAMES[BASE]} is more accurate."
+    head = ["method", *(f"{time:g} s" for time in times)]
+    return [
+        section(
+            f"Ratio to {NAMES[BASE]} over time, network {group.network}, budget {group.seconds:g} s", head, rows, note
+        )
+    ]
+
+
+def _until(run: Run, seconds: float) -> Run:
+    """As if it had ended then: with its last finite point that is no later than a hundredth after."""
+    points = [point for point in run.points if point.finite and point.seconds <= 1.01 * seconds]
+    return dataclasses.replace(run, final=points[-1]) if points and seconds < run.seconds else run
 
 
 def _losses(group: Group, where: str, note: str) -> str:

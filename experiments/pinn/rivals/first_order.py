@@ -66,6 +66,10 @@ def lbfgs(problem: Trainable, history: int, iterations: float = math.inf) -> Ite
             optimizer = _lbfgs(problem, history)
         stuck = not moved
         yield evaluations()
+        if squares.renewed():
+            evaluations.forget()
+            for state in optimizer.state.values():  # a change of the gradient from one loss to another is no curvature
+                state["d"].zero_()
 
 
 def soap(
@@ -155,6 +159,10 @@ class _Remembered:
     def __init__(self, problem: Trainable) -> None:
         self._squares = LeastSquares(problem)
         self._theta: Tensor | None = None
+
+    def forget(self) -> None:
+        """The loss is another."""
+        self._theta = None
 
     def __call__(self) -> float:
         parameters, theta = self._squares.parameters, self._squares.point()

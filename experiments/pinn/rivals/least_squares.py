@@ -36,6 +36,11 @@ class Trainable(Protocol):
         """→ f and residual terms z with f = Σ z.square().mean(); it never calls backward."""
         ...
 
+    @property
+    def draw(self) -> int:
+        """Which points these are the residuals of: another number, other points."""
+        ...
+
 
 class LeastSquares:
     """f and what can be had of it, at the parameters of the model."""
@@ -45,6 +50,12 @@ class LeastSquares:
         self.parameters = ParameterVector([{"params": list(problem.model.parameters()), "weight_decay": 0.0}])
         self._objective = Objective(lambda _: problem.closure(), self.parameters, SingleProcess())
         self._sketchers: dict[int, Sketcher] = {}
+        self._draw = problem.draw
+
+    def renewed(self) -> bool:
+        """Whether points were drawn since this was asked last: f and g that are remembered are then of another loss."""
+        before, self._draw = self._draw, self._problem.draw
+        return self._draw != before
 
     def point(self) -> Tensor:
         """θ, a copy."""

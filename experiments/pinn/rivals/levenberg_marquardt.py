@@ -53,3 +53,5 @@ def levenberg_marquardt(
         damping = max(damping * max(1 / down, 1 - (2 * min(gain, 2.0) - 1) ** 3), _SMALLEST)
         f = after
         yield f
+        if squares.renewed():
+            f = squares.value()

@@ -52,6 +52,7 @@ def spring(
     f = squares.value()
     phi = torch.zeros_like(squares.point())
     k = idle = iteration = 0
+    size = 1.0
     while math.isfinite(f) and idle < _PATIENCE:
         J, rho = squares.rows(rows, (seed, iteration))
         found = projected_increment(J, rho, phi, momentum, damping)
@@ -66,17 +67,21 @@ def spring(
             f = squares.value()
             yield f if math.isfinite(f) else math.nan
             continue
-        best = best_halving(_along(squares, theta, step), f)
+        best = best_halving(_along(squares, theta, step), f, 1.0 if idle else min(1.0, 2 * size))
         if best is None:
             squares.move(theta)
             if k == 1 and rows >= ALL:
                 return  # not even without momentum, on all residuals
-            phi, k, idle = torch.zeros_like(phi), 0, idle + 1
+            idle += 1
+            if idle == _PATIENCE // 2 or not momentum:  # what is carried may be to blame
+                phi, k = torch.zeros_like(phi), 0
             continue
         size, f = best
         squares.move(theta, step, -size)
         idle = 0
         yield f
+        if squares.renewed():
+            f = squares.value()
     if not math.isfinite(f):
         yield math.nan
 

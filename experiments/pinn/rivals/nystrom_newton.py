@@ -133,6 +133,8 @@ def _newton(
                 break
             if i % _AT_ONCE == 0:
                 yield f
+        if squares.renewed():  # inside conjugate gradients
+            f = squares.value()
         size = _armijo(squares, theta, d, f, float(g @ d))
         if size is None:
             squares.move(theta)

@@ -152,4 +152,8 @@ def _descend(problem: Trainable, *, scaled: bool) -> Iterator[float]:
             x, f, g = point.x, point.f, g_new
             steps += 1
             yield f
+            if squares.renewed():  # H is kept, as Urbán, Stefanou & Pons do
+                squares.move(x)
+                f, g = squares.gradient()
+                Hg, idle = inverse.H @ g, 0
         squares.move(x)
