@@ -123,9 +123,9 @@ def adam(problem: Problem, model: nn.Module, seed: int, settings: AdamSettings) 
 
 
 def adamw(problem: Problem, model: nn.Module, seed: int, settings: ScheduledSettings) -> Method:
-    """AdamW with no decay of its own: that of the problem is part of what is minimised."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr, weight_decay=0.0, fused=True)
-    return Stochastic(optimizer, problem, model, seed, settings.batch, settings.schedule, problem.weight_decay)
+    """AdamW with no decay of its own, which is torch's Adam: the problem's decay is part of what is minimised."""
+    optimizer = torch.optim.Adam(model.parameters(), lr=settings.lr, weight_decay=problem.weight_decay, fused=True)
+    return Stochastic(optimizer, problem, model, seed, settings.batch, settings.schedule)
 
 
 def soap(problem: Problem, model: nn.Module, seed: int, settings: ScheduledSettings) -> Method:
