@@ -35,6 +35,7 @@ _AIMED = ("ksd", "hf", "adam")
 _SCHEDULED = ("adam", "sgd")  # their schedule ends with the budget: there is nothing to extrapolate
 _HESSIAN = ("ksd", "ksd-hessian", "hf", "hf-hessian")
 _Grouped = dict[str, dict[str, list[Run]]]  # problem, label; an empty list where all runs are of another budget
+_FIGURES = ("seeds", "lowest training loss", "training / held-out error")
 _COMMON = (
     "What is compared is the mean over the seeds that all main methods have; one that was run on fewer must be the "
     "lowest on those that all have."
@@ -164,29 +165,29 @@ def _loss_table(grouped: _Grouped) -> str:
 
 def _hessian_table(grouped: _Grouped) -> str:
     rows = [
-        [name, LABELS[label], _seeds(found[label]), _losses(found[label]), _errors(found[label])]
+        [name, LABELS[label], *_figures(found[label])]
         for name, found in grouped.items()
         if any("-hessian" in label for label in found)
         for label in _HESSIAN
         if found.get(label)
     ]
-    head = ["problem", "method", "seeds", "lowest training loss", "training / held-out error"]
-    note = (
-        "KSD and HF use the Gauss–Newton matrix unless marked *Hessian*. Errors: at the point of lowest held-out error."
-    )
-    return section("Gauss–Newton matrix or Hessian", head, rows, note)
+    note = "Gauss–Newton matrix unless it says *Hessian*. Errors: at the point of lowest held-out error."
+    return section("Gauss–Newton matrix or Hessian", ["problem", "method", *_FIGURES], rows, note)
 
 
 def _others_table(grouped: _Grouped) -> list[str]:
     rows = [
-        [name, label, _seeds(runs), _losses(runs), _errors(runs)]
+        [name, label, *_figures(runs)]
         for name, found in grouped.items()
         for label, runs in found.items()
         if label not in LABELS and runs
     ]
-    head = ["problem", "label", "seeds", "lowest training loss", "training / held-out error"]
     note = "Runs with other settings than the tuned ones, which the next table has."
-    return [section("Other runs", head, rows, note)] if rows else []
+    return [section("Other runs", ["problem", "label", *_FIGURES], rows, note)] if rows else []
+
+
+def _figures(runs: Sequence[Run]) -> list[str]:
+    return [_seeds(runs), _losses(runs), _errors(runs)]
 
 
 def _setup_table(recorded: _Grouped) -> str:
