@@ -10,17 +10,19 @@ import torch
 from experiments.pinn import networks, points
 from experiments.pinn.equations import EQUATIONS
 from experiments.pinn.problems import PROBLEMS, Problem, problem
+from experiments.pinn.unseen import UNSEEN
 from torch import Tensor, nn
 
 from krylov_descent import KSD
 from krylov_descent.jacobian import OwnWeights, Place, write_rows, write_rows_one_by_one
 
-CLOSED_FORM = [name for name in PROBLEMS if name != "allen-cahn"]
+ALL = {**EQUATIONS, **UNSEEN}
+CLOSED_FORM = [name for name in ALL if name != "allen-cahn"]
 BOUNDARY = {"3x32": 400, "4x50": 800}
 
 
 def with_exact_model(made: Problem, monkeypatch: pytest.MonkeyPatch) -> Problem:
-    monkeypatch.setattr(made.model, "forward", EQUATIONS[made.name].exact)
+    monkeypatch.setattr(made.model, "forward", ALL[made.name].exact)
     return made
 
 
@@ -30,7 +32,7 @@ def gradient(made: Problem) -> Tensor:
 
 @pytest.mark.parametrize("name", CLOSED_FORM)
 def test_residuals_vanish_on_the_exact_solution_and_only_there(name: str) -> None:
-    equation = EQUATIONS[name]
+    equation = ALL[name]
     # Cole and Hopf's formula has √t in it, whose derivative at 0 is infinite; the shock's u_xx is 1e5.
     low = (*equation.low[:-1], 0.05) if name == "burgers" else equation.low
     tolerance = 1e-7 if name == "burgers" else 1e-9
@@ -48,7 +50,7 @@ def test_residuals_vanish_on_the_exact_solution_and_only_there(name: str) -> Non
 
 
 @pytest.mark.parametrize("network", ["3x32", "4x50"])
-@pytest.mark.parametrize("name", PROBLEMS)
+@pytest.mark.parametrize("name", ALL)
 def test_the_loss_is_the_sum_of_mean_squares_of_terms_of_distinct_lengths(name: str, network: str) -> None:
     made = problem(name, seed=0, network=network, points=150)
     loss, z = made.closure()
@@ -56,9 +58,15 @@ def test_the_loss_is_the_sum_of_mean_squares_of_terms_of_distinct_lengths(name: 
     torch.testing.assert_close(loss, torch.stack([each.square().mean() for each in z]).sum())
     lengths = [len(each) for each in z]
     assert all(each.ndim == 1 for each in z)
-    assert len(set(lengths)) == len(lengths) == len(EQUATIONS[name].terms)
+    assert len(set(lengths)) == len(lengths) == len(ALL[name].terms)
     assert lengths[0] == 150
     assert abs(sum(lengths[1:]) - BOUNDARY[network]) <= 10
+
+
+def test_equations_that_nothing_was_chosen_on_are_no_part_of_the_study_unless_named() -> None:
+    assert not set(UNSEEN) & set(PROBLEMS)
+    with pytest.raises(ValueError, match="klein-gordon"):
+        problem("unknown", seed=0)
 
 
 def test_every_term_calls_the_network_on_points_of_its_own() -> None:

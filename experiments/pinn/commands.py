@@ -50,7 +50,7 @@ class Study:
     """All runs of the study, the first seed of everything first; goes on where it was cut off."""
 
     problems: tyro.conf.Positional[tuple[str, ...]] = ()
-    """All equations unless given; fits are run when named: image64, regression, deeponet, …"""
+    """The nine equations unless given; others and fits are run when named: fisher, image64, deeponet, …"""
     methods: tuple[str, ...] = ()
     """All unless given."""
     seeds: int = 3

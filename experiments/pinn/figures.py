@@ -1,6 +1,6 @@
 """Figures of the PINN study, PNG and SVG, one set for each budget and network. Nothing here trains.
 
-Fits have files of their own.
+Fits have files of their own, and so have the equations that nothing was chosen on.
 error: relative L2 error over CPU seconds. fields: solutions, and how far ours and the best rival's are off.
 held-out: the loss on other collocation points over that on those trained on.
 """
@@ -21,6 +21,7 @@ from experiments.pinn.fits import FITS
 from experiments.pinn.problems import PROBLEMS
 from experiments.pinn.records import Group, Run, only, read_groups
 from experiments.pinn.style import BASE, NAMES, looks
+from experiments.pinn.unseen import UNSEEN
 from experiments.style import RC, WIDTH, number_ticks
 
 if TYPE_CHECKING:
@@ -35,13 +36,13 @@ _SMALLER: Any = {"axes.titlesize": 9, "axes.labelsize": 9, "xtick.labelsize": 8,
 def figures(results: Path, out: Path, columns: Sequence[str] = ()) -> list[Path]:
     """Draw all, for the columns named or all methods; returns the files.
 
-    They are ``pinn-<kind>-<network>-<seconds>s``, of fits ``pinn-fits-<kind>-<network>-<seconds>s``.
+    They are ``pinn-<kind>-<network>-<seconds>s``, or ``pinn-unseen-…`` and ``pinn-fits-…``.
     """
     import matplotlib as mpl
 
-    groups = read_groups(results, (*PROBLEMS, *FITS), list(NAMES), columns)
-    parts = [("pinn", only(group, lambda name: name not in FITS)) for group in groups]
-    parts += [("pinn-fits", only(group, lambda name: name in FITS)) for group in groups]
+    groups = read_groups(results, (*PROBLEMS, *UNSEEN, *FITS), list(NAMES), columns)
+    kinds = {"pinn": PROBLEMS, "pinn-unseen": UNSEEN, "pinn-fits": FITS}
+    parts = [(stem, only(group, names)) for stem, names in kinds.items() for group in groups]
     out.mkdir(parents=True, exist_ok=True)
     paths = []
     with mpl.rc_context({**RC, **_SMALLER}):

@@ -26,6 +26,7 @@ from experiments.pinn.problems import PROBLEMS, Problem
 from experiments.pinn.problems import problem as make_problem
 from experiments.pinn.records import Point, path_of
 from experiments.pinn.rivals import METHODS
+from experiments.pinn.unseen import UNSEEN
 
 #: Evaluated at these seconds too, so that runs of longer budgets can be read there.
 MARKS = (60.0, 300.0, 900.0)
@@ -43,7 +44,7 @@ class RunConfig:
     """What a run is.
 
     Attributes:
-        problem: a name of ``PROBLEMS`` or ``FITS``.
+        problem: a name of ``PROBLEMS``, ``UNSEEN`` or ``FITS``.
         method: a name of ``METHODS``.
         settings: of that method.
         seconds: its budget on the clock of the process.
@@ -81,8 +82,8 @@ def checked(config: RunConfig) -> RunConfig:
     Raises:
         ValueError: a name, a number or a setting that there is not.
     """
-    if config.problem not in PROBLEMS and config.problem not in FITS:
-        raise ValueError(f"There is no problem {config.problem!r}; there are {', '.join((*PROBLEMS, *FITS))}.")
+    if config.problem not in (problems := (*PROBLEMS, *UNSEEN, *FITS)):
+        raise ValueError(f"There is no problem {config.problem!r}; there are {', '.join(problems)}.")
     if config.method not in METHODS:
         raise ValueError(f"There is no method {config.method!r}; there are {', '.join(METHODS)}.")
     for name in ("seconds", "resample", "points"):

@@ -21,8 +21,10 @@ from experiments.pinn import points as places
 from experiments.pinn.equations import EQUATIONS, Equation
 from experiments.pinn.fits import FITS, fit
 from experiments.pinn.samples import Fit, Samples
+from experiments.pinn.unseen import UNSEEN
 
 PROBLEMS: tuple[str, ...] = tuple(EQUATIONS)
+_ALL = {**EQUATIONS, **UNSEEN}
 _TEST_POINTS = 10_000  # where there are too many dimensions for a grid
 
 Terms = tuple[Tensor, tuple[Tensor, ...]]
@@ -76,7 +78,7 @@ def problem(
     """The problem of that name; weights and all points come from the seed.
 
     Args:
-        name: one of PROBLEMS or FITS.
+        name: one of PROBLEMS, UNSEEN or FITS.
         seed: of weights, training points and held-out points; the test points are the same for all seeds.
         network: one of ``networks.NETWORKS``.
         dtype: of weights, points and losses; errors are measured in float64.
@@ -85,14 +87,14 @@ def problem(
     Raises:
         ValueError: there is no such problem or network, or points is not positive.
     """
-    if name not in EQUATIONS and name not in FITS:
-        raise ValueError(f"no problem is named {name!r}: choose from {', '.join((*PROBLEMS, *FITS))}")
+    if name not in _ALL and name not in FITS:
+        raise ValueError(f"no problem is named {name!r}: choose from {', '.join((*_ALL, *FITS))}")
     if points is not None and points < 1:
         raise ValueError(f"points is {points}: it must be at least 1, or None for the network's usual number")
     size = networks.size(network)
     if name in FITS:
         return _fitted(name, fit(name, seed, size, dtype, points), dtype)
-    equation = EQUATIONS[name]
+    equation = _ALL[name]
     widths = [len(equation.low), *(size.width,) * size.depth, 1]
     model = networks.Network(widths, equation.low, equation.high, seed, dtype)
     interior = size.interior if points is None else points
@@ -198,7 +200,7 @@ def _values(model: nn.Module, at: Tensor) -> Tensor:
 @functools.cache
 def _plane(name: str) -> tuple[tuple[Tensor, Tensor], Tensor, Tensor]:
     """Axes of the first two coordinates, the points [n0·n1, d] of their grid, and the exact solution there."""
-    equation = EQUATIONS[name]
+    equation = _ALL[name]
     first, second = (
         torch.linspace(low, high, count, dtype=torch.float64)
         for low, high, count in zip(equation.low[:2], equation.high[:2], equation.grid, strict=True)
@@ -212,7 +214,7 @@ def _plane(name: str) -> tuple[tuple[Tensor, Tensor], Tensor, Tensor]:
 @functools.cache
 def _test(name: str) -> tuple[Tensor, Tensor]:
     """Test points and the exact solution there."""
-    equation = EQUATIONS[name]
+    equation = _ALL[name]
     if len(equation.low) == 2:
         return _plane(name)[1:]
     drawn = places.draw(places.inside, _TEST_POINTS, equation.low, equation.high, (name, "test"), torch.float64)

@@ -13,7 +13,7 @@ import dataclasses
 import json
 import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -93,9 +93,9 @@ class Group:
     runs: Mapping[str, Mapping[str, Sequence[Run]]]
 
 
-def only(group: Group, wanted: Callable[[str], bool]) -> Group | None:
+def only(group: Group, wanted: Container[str]) -> Group | None:
     """The problems whose names are wanted, and the columns that have any of them; None if there is none."""
-    runs = {problem: by for problem, by in group.runs.items() if wanted(problem)}
+    runs = {problem: by for problem, by in group.runs.items() if problem in wanted}
     columns = [column for column in group.columns if any(column in by for by in runs.values())]
     return dataclasses.replace(group, columns=columns, runs=runs) if runs else None
 

@@ -1,6 +1,7 @@
 """Tables of the PINN study as Markdown, one set for each budget and network. Nothing here trains.
 
-Fits have tables of their own, and no mean: an image, a table of samples and an operator have no error in common.
+Equations that nothing was chosen on have tables of their own. So have fits, and no mean: an image, a table of samples
+and an operator have no error in common.
 Figures are those at the end of runs, medians over seeds. A run that diverged counts with its last finite point.
 """
 
@@ -17,19 +18,20 @@ from experiments.pinn.fits import FITS, IMAGES, decibels
 from experiments.pinn.problems import PROBLEMS
 from experiments.pinn.records import Group, Run, geometric_mean, middle, only, read_groups
 from experiments.pinn.style import BASE, NAMES
+from experiments.pinn.unseen import UNSEEN
 
 _NONE = "–"
 
 
 def table(results: Path, columns: Sequence[str] = ()) -> str:
     """All tables of a folder; only the columns named, or all methods."""
-    groups = read_groups(results, (*PROBLEMS, *FITS), list(NAMES), columns)
-    equations = [only(group, lambda name: name not in FITS) for group in groups]
-    fits = [only(group, lambda name: name in FITS) for group in groups]
-    parts = [part for group in equations if group is not None for part in _tables(group)]
+    groups = read_groups(results, (*PROBLEMS, *UNSEEN, *FITS), list(NAMES), columns)
+    parts = [part for group in groups if (some := only(group, PROBLEMS)) for part in _tables(some)]
     if not columns:
         parts += _changes(results)
-    parts += [part for group in fits if group is not None for part in _fit_tables(group)]
+    unseen = " on equations that nothing was chosen on"
+    parts += [part for group in groups if (some := only(group, UNSEEN)) for part in _tables(some, unseen)]
+    parts += [part for group in groups if (some := only(group, FITS)) for part in _fit_tables(some)]
     return "\n".join(parts)
 
 
@@ -41,8 +43,8 @@ def short(value: float) -> str:
     return f"{digits}e{int(exponent)}"
 
 
-def _tables(group: Group) -> list[str]:
-    where = f"after {group.seconds:g} s, network {group.network}"
+def _tables(group: Group, on: str = "") -> list[str]:
+    where = f"{on} after {group.seconds:g} s, network {group.network}".strip()
     losses = (
         "Medians over seeds of the loss on the collocation points that are trained on, and on others; bold: the lowest "
         "of each. Where the first is far below the second, the points are fitted, and not the equation."
@@ -50,7 +52,7 @@ def _tables(group: Group) -> list[str]:
     return [
         _errors(group, where),
         *_ranges(group, where),
-        *_course(group),
+        *_course(group, on),
         _losses(group, where, losses),
         _setup(group, where),
     ]
@@ -179,7 +181,7 @@ def _ranges(group: Group, where: str) -> list[str]:
     return [section(f"Lowest and highest error {where}", ["problem", *_heads(group)], rows, "Over seeds.")]
 
 
-def _course(group: Group) -> list[str]:
+def _course(group: Group, on: str) -> list[str]:
     """How the lead changes with time: ratios as in the table of errors, at the points before these seconds."""
     if BASE not in group.columns or len(group.columns) < 2:
         return []
@@ -195,11 +197,8 @@ def _course(group: Group) -> list[str]:
     rows = [[NAMES.get(column, column), *(_ratio(medians, column) for medians in by_time)] for column in others]
     note = f"As the last line of the table above, after so many seconds. Above 1, {NAMES[BASE]} is more accurate."
     head = ["method", *(f"{time:g} s" for time in times)]
-    return [
-        section(
-            f"Ratio to {NAMES[BASE]} over time, network {group.network}, budget {group.seconds:g} s", head, rows, note
-        )
-    ]
+    title = f"Ratio to {NAMES[BASE]} over time{on}, network {group.network}, budget {group.seconds:g} s"
+    return [section(title, head, rows, note)]
 
 
 def _until(run: Run, seconds: float) -> Run:
