@@ -106,6 +106,45 @@ def test_damping_rises_where_little_is_confirmed(confirmed: float, caution: floa
         assert known.caution == pytest.approx(caution if judged >= 5 else 1.0)
 
 
+@pytest.mark.parametrize(("growth", "size"), [(0, 64), (1, 128), (2, 256), (3, 500), (9, 500)])
+def test_a_model_that_promised_too_much_gets_more_samples(growth: int, size: int) -> None:
+    draw = Growing(torch.arange(9000), batch_size=100, seed=0).draw(0, krylov_dim=1, model_growth=growth)
+    assert draw.sizes == {"A": 500, "B": size, "C": size}
+    later = Growing(torch.arange(9000), batch_size=100, seed=0).draw(
+        0, krylov_dim=1, search_growth=4, model_growth=growth
+    )
+    assert later.sizes["B"] == max(-(-2531 // 8), min(512, 64 << growth))
+
+
+def test_a_model_that_is_wrong_doubles_its_sets_and_a_note_says_so() -> None:
+    """At w = 0.1, w³ is so flat that Gauss–Newton's step overshoots beyond all measure."""
+    w = nn.Parameter(torch.tensor([0.1], dtype=F64))
+    x = torch.rand(3000, 1, generator=torch.Generator().manual_seed(0), dtype=F64) + 1
+
+    def cube(batch: Any) -> tuple[Tensor, Tensor]:
+        r = w**3 * batch[0] - batch[0]
+        return r.square().mean(), r
+
+    def sizes_of(optimizer: KSD) -> tuple[bool, int, bool]:
+        report = optimizer.step(cube, Growing((x,), batch_size=3000, seed=0))
+        return any("promised" in note for note in report.notes), report.set_sizes["B"], report.set_sizes["A"] == 500
+
+    first, second = KSD([w], **DEEP), KSD([w], **DEEP)
+    assert sizes_of(first) == (False, 64, True)
+    second.load_state_dict(first.state_dict())
+    assert sizes_of(second) == (True, 128, True)
+    for _ in range(10):
+        sizes_of(second)
+    assert float(w.detach()) == pytest.approx(1.0, abs=1e-3)
+
+
+def test_growing_sets_need_the_previous_step() -> None:
+    model = nn.Linear(12, 2).double()
+    optimizer = KSD(model.parameters(), **{**DEEP, "previous": None})
+    with pytest.raises(ValueError, match="previous='step'"):
+        optimizer.step(closure_of(model), Growing(regression(4000, 1.0), batch_size=4000, start=40, seed=0))
+
+
 def steps(model: nn.Module, optimizer: KSD, sets: Growing, count: int) -> list[StepReport]:
     closure = closure_of(model)
     return [optimizer.step(closure, sets) for _ in range(count)]

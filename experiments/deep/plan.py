@@ -41,7 +41,6 @@ _SCHEDULES = ("cosine", "linear")
 #: Label → method and settings that differ from its own; the first is what the others are compared with.
 ABLATIONS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "defaults": ("ksd-kronecker", {}),
-    "no-previous-step": ("ksd-kronecker", {"previous": False}),
     "search-in-every-step": ("ksd-kronecker", {"searches": True}),
     "k2": ("ksd-kronecker", {"krylov_dim": 2}),
     "k5": ("ksd-kronecker", {"krylov_dim": 5}),

@@ -13,7 +13,7 @@ from krylov_descent.sample_set import SampleSet
 
 _FACTOR = 1.5  # of one growth
 _PART = 8  # C is an eighth of A: enough to tell whether a step holds there, while its slope is no less than noise
-_LEAST = 64  # samples in B and C, if A has as many
+_LEAST = 64  # samples in B and C, if A has as many, while the model does not promise too much
 _MOST = 512  # samples in B: averages over steps, and two directions, need no more
 
 
@@ -23,8 +23,10 @@ class Growing(Subsets):
     For deep networks and much data, with ``KSD(model.parameters(), **DEEP)``. A step that was found on few samples is
     in part a fit to these alone: what the next step's samples say of it tells (``krylov_descent.confirmation``). Where
     on average they confirm less than half of it (more, the more of all samples is in A), the sets grow by half; at all
-    samples they stay. No schedule, nothing to set. ``report.set_sizes`` has the sizes, ``report.notes`` says why they
-    changed. The sets depend on ``seed``, the iteration and the number of growths, which the optimizer remembers.
+    samples they stay. B and C, an eighth of A but no fewer than 64, are doubled, up to 512, when the loss on C falls by
+    less than half of what the quadratic model on B promised. No schedule, nothing to set. ``report.set_sizes`` has the
+    sizes, ``report.notes`` says why they changed. The sets depend on ``seed``, the iteration and the numbers of growths
+    and doublings, which the optimizer remembers.
 
     Args:
         data: as for ``Subsets``.
@@ -78,6 +80,7 @@ class Growing(Subsets):
         *,
         krylov_dim: int,
         search_growth: int = 0,
+        model_growth: int = 0,
         shares: range = range(1),
         of_shares: int = 1,
     ) -> Draw:
@@ -87,6 +90,7 @@ class Growing(Subsets):
             iteration: the number of the step: the same number gives the same sets.
             krylov_dim: has no influence here.
             search_growth: how often the sets grew.
+            model_growth: how often B and C were doubled.
             shares: those that are wanted of each set, by number.
             of_shares: into how many shares each set is cut.
 
@@ -106,7 +110,8 @@ class Growing(Subsets):
             of_shares=of_shares,
             key=(self._seed, iteration),
         )
-        part = min(size, max(_LEAST, -(-size // _PART)))
+        fewest = min(_MOST, _LEAST << min(model_growth, 8))
+        part = min(size, max(fewest, -(-size // _PART)))
         c = cut(0, part)
         b = c if part <= _MOST else cut(0, _MOST)
         return Draw(self._source, cut(0, size), b, c, grows=True)

@@ -28,7 +28,6 @@ from torch import Tensor
 
 from krylov_descent.acceptance import LOST_IN_ROUNDING, loss_taken
 from krylov_descent.basis import Subspace, Turn, length
-from krylov_descent.confirmation import Confirmation, wanted
 from krylov_descent.data import Microbatch
 from krylov_descent.distributed import Comm, RankError, added, inner, together
 from krylov_descent.memory import Memory
@@ -38,7 +37,7 @@ from krylov_descent.report import StepReport, StopReason
 from krylov_descent.search import Found, Search, search_subspace
 from krylov_descent.sets import StepSets
 from krylov_descent.stepping import Clock, OnA, pass_over_A, require_finite
-from krylov_descent.undoing import undoing, undone, unmoved
+from krylov_descent.undoing import confirmation_of, undoing, undone, unmoved
 from krylov_descent.walk import Walk
 
 _PHASES = ("gradient", "basis", "search")
@@ -154,7 +153,7 @@ def _descend(
     notes = []
     if not accepted:
         notes.append(f"The previous step had raised the loss on A and was undone; C has now {draw.sizes['C']} samples.")
-    confirmation = _confirmation(memory, draw, notes)
+    confirmation = confirmation_of(memory, draw, settings.previous, notes)
     last = memory.d_prev if confirmation is not None and unmoved(objective, memory) else None
     ends = math.nan if last is None else _dot(comm, g, last)  # before the builder writes over g
     preconditioner, factors = settings.preconditioner, memory.factors
@@ -244,6 +243,8 @@ def _descend(
     keep = d is not None and (draw.grows or (settings.rollback and not draw.searches_all))
     if confirmation is not None and d is not None and kept is not None:
         confirmation = replace(confirmation, slope=-_dot(comm, kept, d))
+    if confirmation is not None and not math.isnan(found.agreement):
+        confirmation = replace(confirmation, agreement=max(found.agreement, -10.0))  # or infinitely far
     return report, replace(
         memory,
         iteration=memory.iteration + 1,
@@ -254,18 +255,6 @@ def _descend(
         confirmation=confirmation,
         factors=factors,
     )
-
-
-def _confirmation(memory: Memory, draw: StepSets, notes: list[str]) -> Confirmation | None:
-    """What is known of the last steps, if A is not everything; begun anew where the sets have just grown."""
-    known = memory.confirmation or Confirmation()
-    if draw.grows and known.too_little:
-        notes.append(
-            f"A has now {draw.sizes['A']} samples: of the slope of the last {known.judged:.0f} steps, other samples "
-            f"confirmed {known.share:.0%}."
-        )
-        known = Confirmation(slope=known.slope, caution=known.caution)
-    return replace(known, wanted=wanted(draw.coverage)) if draw.grows and not draw.covers_all else None
 
 
 def _dot(comm: Comm, x: Tensor, y: Tensor) -> float:

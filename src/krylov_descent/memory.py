@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -40,3 +40,10 @@ class Memory:
     carry: Carry | None = None
     confirmation: Confirmation | None = None
     factors: Factors | None = None
+
+
+def before_last(memory: Memory) -> Memory:
+    """As it was when the last step drew its sets, as far as these depend on it."""
+    known = memory.confirmation
+    known = None if known is None else replace(known, agreement=1.0)
+    return replace(memory, iteration=memory.iteration - 1, confirmation=known)

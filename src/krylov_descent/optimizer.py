@@ -22,8 +22,9 @@ from krylov_descent.distributed import Comm, ProcessGroup, Ranks, SingleProcess,
 from krylov_descent.distributed.mesh import MeshComm
 from krylov_descent.distributed.sharded import lean_graphs
 from krylov_descent.distributed.state import even_part, own_part, require_parts, require_same
+from krylov_descent.growing import Growing
 from krylov_descent.ksd import ksd_step
-from krylov_descent.memory import Factors, Memory
+from krylov_descent.memory import Factors, Memory, before_last
 from krylov_descent.objective import Objective
 from krylov_descent.options import Options, Preconditioning
 from krylov_descent.parameters import ParameterVector
@@ -76,8 +77,7 @@ class KSD(ClosureOptimizer):
         rollback: with sets, undo a step that raised the loss on A, and double C. The paper keeps every step.
         memory_budget: bytes that V, Kronecker factors and the graphs of B may take. Graphs that do not fit are rebuilt
             for every product, which the first step announces; the rest is refused, with what would fit. None: no limit.
-        storage: how V is kept: ``Storage(dtype=torch.bfloat16)`` halves it, ``Storage(device="cpu")`` keeps it in host
-            memory.
+        storage: of V: ``Storage(dtype=torch.bfloat16)`` halves it, ``Storage(device="cpu")`` keeps it in host memory.
         compile: trace and compile the passes over C. Worth its half minute for small networks and long runs; a closure
             that cannot be traced runs without, with a warning (docs/performance.md has figures).
         seed: of the random signs in the Fisher diagonal.
@@ -164,8 +164,7 @@ class KSD(ClosureOptimizer):
         parameters = self._parameters()
         memory = self._remember(parameters)
         decays = [group["weight_decay"] for group in self.param_groups]
-        # With sets of another class, only that can be compared.
-        source = repr(sets) if isinstance(sets, Subsets) else type(sets).__name__
+        source = repr(sets) if isinstance(sets, Subsets) else type(sets).__name__  # all that others can be compared by
         settings = zlib.crc32(f"{self._options.shared()} {decays} {source}".encode())
         require_same(self._comm, parameters, (memory.iteration, memory.seed, self._options.krylov_dim, settings))
         theta = standing(parameters, memory, self._comm)
@@ -224,9 +223,10 @@ class KSD(ClosureOptimizer):
         """The objective over the groups as they are now, and what draws the sets of this iteration."""
         objective = self._objective(closure, sets, parameters, self._compiled)
         source = FullBatch() if sets is None else sets
-        comm = self._comm
-        shares, of_shares = comm.samples
+        shares, of_shares = self._comm.samples
         share: dict[str, Any] = {"shares": shares, "of_shares": of_shares} if of_shares > 1 else {}
+        if isinstance(source, Growing) and memory.confirmation is not None:
+            share["model_growth"] = memory.confirmation.doublings
         return objective, lambda growth: source.draw(
             memory.iteration, krylov_dim=self._options.krylov_dim, search_growth=growth, **share
         )
@@ -258,8 +258,8 @@ class KSD(ClosureOptimizer):
     def search_loss(self, closure: Callable[..., Any], sets: Subsets | None = None) -> Callable[[], float]:
         """→ f on the C of the last step, at the parameters when it is called (``plot.plane``): a collective."""
         parameters = self._parameters()
-        memory = self._remember(parameters)
-        objective, draw_sets = self._prepare(closure, sets, replace(memory, iteration=memory.iteration - 1), parameters)
+        memory = before_last(self._remember(parameters))
+        objective, draw_sets = self._prepare(closure, sets, memory, parameters)
         c = draw_sets(memory.search_growth).c
         return lambda: objective.value(c).mean
 

@@ -27,8 +27,7 @@ class Search:
 
     Args:
         iterations: cap on BFGS iterations; 30 is the paper's (section 5.2).
-        evaluations: cap on evaluations of f and its gradient on C. Two per iteration: more are never needed in
-            practice.
+        evaluations: cap on evaluations of f and its gradient on C; more than two per iteration are never needed.
         tolerance: stop when the predicted decrease is below this part of |f|. None is the rounding noise of the
             dtype: 1e-6 in float32, 2e-15 in float64.
         floor: ε, eigenvalues of H̄ are floored at ε·max|λ|. None is the square root of the dtype's precision: 3.5e-4
@@ -77,6 +76,7 @@ class Found:
         carry: for the next step's builder, if this one had starts.
         kept: what the next step takes for the last one [P_local], if no step is taken; None for nothing.
         exact: whether ``after`` was computed at d itself, and not at the end of a chain of lines.
+        agreement: f's fall on C at the model's minimum, of what the model promised; NaN where none was asked.
     """
 
     d: Tensor | None
@@ -89,6 +89,7 @@ class Found:
     carry: Carry | None = None
     kept: Tensor | None = None
     exact: bool = False
+    agreement: float = math.nan
 
 
 def whiten(H: Tensor, floor: float, negative: str = "floor") -> Tensor:
@@ -139,6 +140,7 @@ class _Subspace:
         self._a = torch.zeros(len(C), dtype=torch.float64, device="cpu")
         self._line: tuple[Tensor, Tensor] = self._a, self._a  # coefficients where it begins, and along it
         self._reach = torch.finfo(V.dtype).max / 2
+        self.agreement = math.nan
 
     def step(self, a: Tensor) -> Tensor:
         """Line 9: V̄a = Vᵀ(C⁻ᵀa)."""
@@ -174,7 +176,7 @@ class _Subspace:
         """Line 12: the step of a."""
         d = self.step(a) if bool((a != 0).any()) else None
         c = tuple(self.coefficients(a).tolist())
-        return Found(d, before, after, iterations, evaluations, reason, c, carry, exact=exact)
+        return Found(d, before, after, iterations, evaluations, reason, c, carry, exact=exact, agreement=self.agreement)
 
     def begin(self, x: Tensor, p: Tensor) -> None:
         self._walk.begin(self.step(p), moved=not torch.equal(x, self._a))
@@ -247,9 +249,7 @@ def search_subspace(
     floor = torch.finfo(subspace.V.dtype).eps ** 0.5 if options.floor is None else options.floor
     C = whiten(subspace.H, floor, options.negative)  # lines 7-8
     lines = _Subspace(walk, subspace.V, C, comm)
-    a0 = torch.zeros(len(C), dtype=torch.float64, device="cpu")  # line 10
-    first = 0
-    carry = None
+    first, carry = 0, None
 
     def value(c: Tensor | None = None) -> float:
         nonlocal first
@@ -272,13 +272,13 @@ def search_subspace(
         predicted = float(a @ a) / 2
         c = lines.coefficients(a)
         after = value(c) if lines.within_reach(c) else math.inf
+        lines.agreement = (before - after) / predicted if predicted > 0 else math.nan
         if before - after >= options.model * predicted > 0:
             return lines.found(a, before, after, 0, first, StopReason.MODEL, carry, exact=True)
     at_zero = known()
     before = at_zero[0]
     start = before, lines.project(at_zero[1])
-    del g  # vectors of P numbers
-    at_zero = None
+    g = at_zero = None  # vectors of P numbers
     if subspace.starts is not None:
         best = best_start(subspace.starts, value, before)
         if best is not None:
@@ -289,7 +289,7 @@ def search_subspace(
             return Found(None, before, before, 0, first, StopReason.GATHERING, carry=carry, kept=lines.combine(kept))
     result = bfgs_on_lines(  # line 11
         lines,
-        a0,
+        torch.zeros(len(C), dtype=torch.float64, device="cpu"),  # line 10
         start,
         max_iterations=options.iterations,
         max_evaluations=max(1, options.evaluations - first),

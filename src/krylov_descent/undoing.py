@@ -1,4 +1,4 @@
-"""Was the last step a good one? If not, back to the point before it."""
+"""Was the last step a good one? If not, back to the point before it, or more samples for the next."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from krylov_descent.acceptance import better_before
 from krylov_descent.basis import length
+from krylov_descent.confirmation import Confirmation, wanted
 from krylov_descent.memory import Memory
 from krylov_descent.objective import BatchLosses, Objective
 from krylov_descent.report import Settlement
@@ -53,3 +54,32 @@ def unmoved(objective: Objective, memory: Memory) -> bool:
 def undone(memory: Memory) -> Memory:
     """The memory after going back: no last step, and a larger C."""
     return replace(memory, d_prev=None, accepted=None, search_growth=memory.search_growth + 1)
+
+
+def confirmation_of(memory: Memory, draw: StepSets, previous: str | None, notes: list[str]) -> Confirmation | None:
+    """What is known of the last steps, if A is not everything; begun anew where the sets have just grown.
+
+    ``notes`` are told why the sets are larger than at the last step.
+
+    Raises:
+        ValueError: steps could not be judged.
+    """
+    known = memory.confirmation or Confirmation()
+    if draw.grows and known.doublings > known.misjudged:
+        notes.append(
+            f"B and C have now {draw.sizes['C']} samples: at the last step the loss on C fell by {known.agreement:.0%} "
+            "of what the model promised."
+        )
+    known = replace(known, agreement=1.0, misjudged=float(known.doublings))
+    if draw.grows and previous is None:
+        raise ValueError(
+            "Sets that grow judge a step by the curvature that the next one finds along it, which previous=None leaves "
+            "out: they would never grow. Use previous='step', or Subsets in place of Growing."
+        )
+    if draw.grows and known.too_little:
+        notes.append(
+            f"A has now {draw.sizes['A']} samples: of the slope of the last {known.judged:.0f} steps, other samples "
+            f"confirmed {known.share:.0%}."
+        )
+        known = known.anew()
+    return replace(known, wanted=wanted(draw.coverage)) if draw.grows and not draw.covers_all else None
