@@ -33,8 +33,6 @@ def ksd(problem: Problem, model: nn.Module, seed: int, settings: KroneckerSettin
         options["preconditioner"] = None if settings.preconditioner == "none" else settings.preconditioner
     if settings.searches:
         options["search"] = Search(evaluations=8)
-    if not settings.previous:
-        options["previous"] = None
     optimizer = KSD(model.parameters(), weight_decay=problem.weight_decay, **options)
     kind = Growing if settings.grows else _NeverGrowing
     sets = kind(problem.train, batch_size=problem.batch_size, start=settings.start, seed=seed)

@@ -26,8 +26,8 @@ class KSDSettings:
 class KroneckerSettings:
     """``KSD(**DEEP)`` on ``Growing`` sets as they are; what differs is for ablations.
 
-    ``start`` and ``grows`` are of the sets, ``damping`` and ``memory`` of the preconditioner; without ``previous`` the
-    last step is not in the subspace; ``searches`` minimises the loss over it in every step.
+    ``start`` and ``grows`` are of the sets, ``damping`` and ``memory`` of the preconditioner; ``searches`` minimises the
+    loss over the subspace in every step.
     """
 
     krylov_dim: int = 1
@@ -36,7 +36,6 @@ class KroneckerSettings:
     memory: float = 0.98
     start: int = 500
     grows: bool = True
-    previous: bool = True
     searches: bool = False
 
 
