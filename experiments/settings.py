@@ -26,8 +26,8 @@ class KSDSettings:
 class KroneckerSettings:
     """``KSD(**DEEP)`` on ``Growing`` sets as they are; what differs is for ablations.
 
-    ``start`` and ``grows`` are of the sets, ``damping`` and ``memory`` of the preconditioner; ``searches`` minimises the
-    loss over the subspace in every step.
+    ``start`` and ``grows`` are of the sets, ``damping`` and ``memory`` of the preconditioner; ``searches`` minimises
+    the loss over the subspace in every step.
     """
 
     krylov_dim: int = 1

@@ -11,8 +11,8 @@ Deviations from the paper:
 3. A search that finds nothing better than a = 0, or whose step rounds to something worse, leaves θ alone and d_prev
    empty.
 4. Line 5: a preconditioner that remembers takes its statistics from B, and adds them to those of earlier steps.
-5. Line 3: sets that grow do so by how much of the last steps fresh samples confirm, and by what the loss on C says of the
-   model (confirmation.py); steps on them are only undone where the loss is not finite.
+5. Line 3: sets that grow do so by how much of the last steps fresh samples confirm, and by what the loss on C says of
+   the model (confirmation.py); steps on them are only undone where the loss is not finite.
 6. Lines 9-12: ``Search(model=...)`` takes the minimum of the quadratic model, with the gradient on A, where C agrees.
 """
 
