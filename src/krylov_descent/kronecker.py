@@ -180,7 +180,9 @@ class KroneckerPreconditioner:
         inverses = {
             i: (factors[f"{i}.inputs_inverse"], factors[f"{i}.outputs_inverse"]) for i in (b.weight for b in own)
         }
-        return solver(parameters, comm, blocks, inverses, _diagonal(objective, factors, lam)), factors
+        in_layers = {b.weight for b in blocks} | {b.bias for b in blocks}
+        rest = any(i not in in_layers for i in range(len(parameters.params)))
+        return solver(parameters, comm, blocks, inverses, _diagonal(objective, factors, lam) if rest else None), factors
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy is of other parameters.

@@ -75,7 +75,7 @@ def solver(
     comm: Comm,
     blocks: Sequence[Block],
     inverses: Mapping[int, tuple[Tensor, Tensor]],
-    diagonal: Tensor,
+    diagonal: Tensor | None,
 ) -> Callable[[Tensor], Tensor]:
     """w [P_local] → D⁻¹w [P_local].
 
@@ -84,7 +84,8 @@ def solver(
         comm: cuts them.
         blocks: layers with factors.
         inverses: of A and G, by the index of the weight; of the layers that overlap this rank's part.
-        diagonal: D⁻¹ of all other parameters [P_local]; what it holds in place of layers is not used.
+        diagonal: D⁻¹ of all other parameters [P_local]; what it holds in place of layers is not used. None if there are
+            no others.
     """
     starts = offsets(parameters)
     start, stop = part(parameters, comm)
@@ -96,7 +97,7 @@ def solver(
             out[first - start : last - start] = x.reshape(-1)[first - starts[i] : last - starts[i]]
 
     def apply(w: Tensor) -> Tensor:
-        out = w * diagonal
+        out = torch.zeros_like(w) if diagonal is None else w * diagonal
         whole = comm.all_gather(w, parameters.numel) if blocks else w
         for block in own:
             i, (A, G) = block.weight, inverses[block.weight]

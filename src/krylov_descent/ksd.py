@@ -118,9 +118,12 @@ def _step(
     draw = draw_sets(memory.search_growth)  # line 3
     gatherer = settings.gatherer
     on_A = pass_over_A(objective, draw.a, gatherer, (memory.seed, memory.iteration, 0))  # lines 4-5
-    if not settings.rollback or undoing(objective, draw, memory, on_A.losses, on_A.g) is None:
+    led_here = unmoved(objective, memory)
+    raised = settings.rollback and led_here and undoing(objective, draw, memory, on_A.losses, on_A.g) is not None
+    if not raised:
         here = _here(objective, theta)
-        return _descend(objective, draw, on_A, memory, settings, here, clock, sent, accepted=True)
+        last = memory.d_prev if led_here else None
+        return _descend(objective, draw, on_A, memory, settings, here, last, clock, sent, accepted=True)
     before = memory.accepted
     assert before is not None
     del on_A  # its vectors are large
@@ -128,7 +131,7 @@ def _step(
     memory = undone(memory)
     draw = draw_sets(memory.search_growth)
     on_A = pass_over_A(objective, draw.a, gatherer, (memory.seed, memory.iteration, 1))
-    return _descend(objective, draw, on_A, memory, settings, lambda: before, clock, sent, accepted=False)
+    return _descend(objective, draw, on_A, memory, settings, lambda: before, None, clock, sent, accepted=False)
 
 
 def _descend(
@@ -138,12 +141,13 @@ def _descend(
     memory: Memory,
     settings: Settings,
     theta: Callable[[], Tensor],
+    last: Tensor | None,
     clock: Clock,
     sent: int,
     *,
     accepted: bool,
 ) -> tuple[StepReport, Memory]:
-    """Lines 6-13, from the point θ that was kept."""
+    """Lines 6-13, from the point θ that was kept; ``last`` is the step that has led there, if one has."""
     parameters, comm, losses, g = objective.parameters, objective.comm, on_A.losses, on_A.g
     assert g is not None
     grad_norm = length(g, objective.comm)
@@ -154,7 +158,7 @@ def _descend(
     if not accepted:
         notes.append(f"The previous step had raised the loss on A and was undone; C has now {draw.sizes['C']} samples.")
     confirmation = confirmation_of(memory, draw, settings.previous, notes)
-    last = memory.d_prev if confirmation is not None and unmoved(objective, memory) else None
+    last = None if confirmation is None else last
     ends = math.nan if last is None else _dot(comm, g, last)  # before the builder writes over g
     preconditioner, factors = settings.preconditioner, memory.factors
     if isinstance(preconditioner, RememberingPreconditioner):

@@ -130,9 +130,9 @@ class ParameterVector:
 
     @torch.no_grad()
     def decay_value(self) -> float:
-        """½ Σ c ‖θ‖² at the current parameters."""
+        """½ Σ c ‖θ‖² at the current parameters: in their dtype along rows, which is faster, then in float64."""
         return sum(
-            0.5 * c * float(whole(p.to(self.dtype).square().sum(dtype=torch.float64)))
+            0.5 * c * float(whole(p.to(self.dtype).square().sum(-1).sum(dtype=torch.float64)))
             for c, p in zip(self._decay, self.params, strict=True)
             if c
         )

@@ -20,7 +20,7 @@ from krylov_descent.sets import StepSets
 def settle(objective: Objective, draw: StepSets, memory: Memory) -> tuple[Settlement, Memory]:
     """Judge the last step of a run as the next step would have: by f on A, here with forward passes."""
     losses = objective.value(draw.a)
-    earlier = undoing(objective, draw, memory, losses, None)
+    earlier = undoing(objective, draw, memory, losses, None) if unmoved(objective, memory) else None
     if earlier is None:
         return Settlement(losses.mean, accepted=True), memory
     assert memory.accepted is not None
@@ -31,17 +31,14 @@ def settle(objective: Objective, draw: StepSets, memory: Memory) -> tuple[Settle
 def undoing(
     objective: Objective, draw: StepSets, memory: Memory, losses: BatchLosses, g: Tensor | None
 ) -> float | None:
-    """f on A before the last step, if that step is to be undone."""
-    if memory.accepted is None or memory.d_prev is None:
-        return None
-    if not unmoved(objective, memory):
-        return None  # edited since the last step: its outcome is not ours to judge
+    """f on A before the last step, if that step, which has led here (``unmoved``), is to be undone."""
+    assert memory.accepted is not None
     finite = math.isfinite(losses.mean) and (g is None or math.isfinite(length(g, objective.comm)))
     return better_before(objective, draw, losses if finite else None, memory.accepted, memory.accepted_loss)
 
 
 def unmoved(objective: Objective, memory: Memory) -> bool:
-    """Whether θ is where the last step left it, bit for bit, on all ranks."""
+    """Whether θ is where the last step left it, bit for bit, on all ranks: if edited since, it is not ours to judge."""
     if memory.accepted is None or memory.d_prev is None:
         return False
     x, left_at = objective.point(), objective.parameters.rounded(memory.accepted + memory.d_prev)

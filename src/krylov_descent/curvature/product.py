@@ -127,7 +127,11 @@ class CurvatureProduct:
         total = comm.total(sums, outcome)
         require_weight(W := float(total[-1]))
         H = total[:-1].reshape(m, m) / W
-        for j, v in enumerate(rows if any(parameters.decay) else ()):
+        if not any(parameters.decay):
+            return H
+        if len(set(parameters.decay)) == 1:  # one c for all: V cI Vᵀ needs no other vector
+            return H + parameters.decay[0] * inner(comm, rows.shape[1], V.gram).to(H)
+        for j, v in enumerate(rows):
             decay = torch.zeros_like(v)
             objective.add_decay(decay, v)
             H[:, j] += inner(comm, len(v), lambda piece, x=decay: V.dots(x, piece)).to(H)  # type: ignore[misc]
