@@ -79,6 +79,20 @@ def test_curvature_within_rows_equals_dense_matrix(name: str) -> None:
     assert relative(product.within(Rows.of(V)), V @ expected @ V.T + 0.3 * torch.eye(2, dtype=V.dtype)) < 1e-9
 
 
+@pytest.mark.parametrize("decays", [(0.0, 0.0), (0.3, 0.3), (0.3, 0.0), (0.1, 0.7)])
+def test_curvature_within_rows_has_the_decay_of_each_group(decays: tuple[float, float]) -> None:
+    problem = problems.ALL[next(iter(problems.ALL))]()
+    first, *others = problem.params
+    groups = [{"params": [first], "weight_decay": decays[0]}, {"params": others, "weight_decay": decays[1]}]
+    objective = Objective(problem.closure, ParameterVector(groups), SingleProcess())
+    product = CurvatureProduct(CURVATURES["ggn"], objective, batches_of(problem.data, len(problem.data[0])))
+    H = dense("ggn", problem)
+    c = [torch.full((p.numel(),), decays[i > 0], dtype=H.dtype) for i, p in enumerate(problem.params)]
+    H += torch.diag(torch.cat(c))
+    V = torch.linalg.qr(torch.randn(len(H), 3, dtype=torch.float64))[0].T.contiguous()
+    assert relative(product.within(Rows.of(V)), V @ H @ V.T) < 1e-9
+
+
 @pytest.mark.parametrize("kind", ["ggn", "hessian", "fisher"])
 def test_budget_rebuilds_graphs_and_changes_nothing(kind: str) -> None:
     problem = problems.mlp(12)
