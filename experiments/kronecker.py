@@ -21,7 +21,7 @@ class _NeverGrowing(Growing):
     """For ablations: the sets of the first step's size at every step."""
 
     def draw(self, iteration: int, **how: Any) -> Any:
-        return super().draw(iteration, **{**how, "search_growth": 0})
+        return super().draw(iteration, **{**how, "search_growth": 0, "model_growth": 0})
 
 
 def ksd(problem: Problem, model: nn.Module, seed: int, settings: KroneckerSettings) -> Method:

@@ -13,9 +13,9 @@ direction from twice the samples is about twice as good, so that larger sets cos
 step costs beside them. Above it they would begin to cost, unless they are soon all samples: noise ends there. (At the
 minimum of a sum of squares every step undoes the noise of the last, and half of it is confirmed whatever the size.)
 
-The quadratic model, whose curvature is that of B, is judged at once: where the loss on C falls by less than half of
-what it promised, B and C are taken for too small. How many samples they need differs: on CURVES 64 were better than
-more, for the first steps on MNIST they were too few.
+B and C are parts of A, and C is what the quadratic model is tried on. Where the loss falls there by less than half of
+what the model promised, it bends otherwise than the model says, or C has another slope than A: twice the samples are of
+help against both. (Curvature that B shares with C is not judged by this.)
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _FEWEST = 20  # steps before a mean is believed: one slope scatters as those of 
 _SOME = 5  # steps before damping follows it
 _MEMORY = 0.95
 _MOST = 10.0  # times the usual damping
-_HELD, _DOUBLINGS = 0.5, 3  # a part of the promised fall of the loss, below which the model needs more samples
+_HELD = 0.5  # of a promised fall of the loss: with less, the model needs more samples
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,6 @@ class Confirmation:
         judged: steps in these means.
         wanted: the share below which larger sets pay.
         caution: how many times its usual damping a preconditioner should have.
-        agreement: what the loss on C fell by, of what the model promised for the last step.
-        misjudged: how often that was too little, up to the step before.
     """
 
     slope: float = 0.0
@@ -51,8 +49,6 @@ class Confirmation:
     judged: float = 0.0
     wanted: float = 0.5
     caution: float = 1.0
-    agreement: float = 1.0
-    misjudged: float = 0.0
 
     def after(self, confirmed: float) -> Confirmation:
         """With the last step judged: ``confirmed`` is dᵀH′d − g′ᵀd.
@@ -77,20 +73,6 @@ class Confirmation:
         return new if judged < _SOME else replace(new, caution=_caution(new.share))
 
     @property
-    def doublings(self) -> int:
-        """Of B and C, because the model promised too much.
-
-        Example:
-            >>> Confirmation(agreement=0.2).doublings, Confirmation(agreement=0.2, misjudged=3).doublings
-            (1, 3)
-        """
-        return min(_DOUBLINGS, int(self.misjudged) + (self.agreement < _HELD))
-
-    def anew(self) -> Confirmation:
-        """For sets that have just grown: the last step is judged by them, and those before it are forgotten."""
-        return Confirmation(slope=self.slope, caution=self.caution, misjudged=self.misjudged)
-
-    @property
     def share(self) -> float:
         """Of the expected slope that other samples confirm."""
         return self.confirmed / self.expected if self.expected > 0 else 1.0
@@ -99,6 +81,24 @@ class Confirmation:
     def too_little(self) -> bool:
         """Whether larger sets pay."""
         return self.judged >= _FEWEST and self.share < self.wanted
+
+
+@dataclass(frozen=True)
+class Promise:
+    """What became of the quadratic model's promises, on sets that grow.
+
+    Attributes:
+        agreement: what the loss on C fell by at the model's minimum, of what was promised; of the last step.
+        doublings: of B and C, because that was too little at earlier ones.
+    """
+
+    agreement: float = 1.0
+    doublings: float = 0.0
+
+    @property
+    def broken(self) -> bool:
+        """Whether the model needs more samples."""
+        return self.agreement < _HELD
 
 
 def wanted(coverage: float) -> float:

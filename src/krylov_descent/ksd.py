@@ -28,6 +28,7 @@ from torch import Tensor
 
 from krylov_descent.acceptance import LOST_IN_ROUNDING, loss_taken
 from krylov_descent.basis import Subspace, Turn, length
+from krylov_descent.confirmation import Promise
 from krylov_descent.data import Microbatch
 from krylov_descent.distributed import Comm, RankError, added, inner, together
 from krylov_descent.memory import Memory
@@ -37,7 +38,7 @@ from krylov_descent.report import StepReport, StopReason
 from krylov_descent.search import Found, Search, search_subspace
 from krylov_descent.sets import StepSets
 from krylov_descent.stepping import Clock, OnA, pass_over_A, require_finite
-from krylov_descent.undoing import confirmation_of, undoing, undone, unmoved
+from krylov_descent.undoing import confirmation_of, grown, undoing, undone, unmoved
 from krylov_descent.walk import Walk
 
 _PHASES = ("gradient", "basis", "search")
@@ -80,7 +81,7 @@ class Settings:
 
 def ksd_step(
     objective: Objective,
-    draw_sets: Callable[[int], StepSets],
+    draw_sets: Callable[[Memory], StepSets],
     memory: Memory,
     settings: Settings,
     theta: Callable[[], Tensor] | None = None,
@@ -89,13 +90,14 @@ def ksd_step(
 
     Args:
         objective: f and its derivatives on micro-batches.
-        draw_sets: how often C was doubled → the sets A, B and C of this iteration.
+        draw_sets: what is remembered of growth → the sets A, B and C of this iteration.
         memory: of the last step.
         settings: of the run.
         theta: → θ [P] where the step begins, if the caller has it.
 
     Raises:
-        ValueError: f or its gradient on A is not finite and there is no earlier point to return to.
+        ValueError: f or its gradient on A is not finite and there is no earlier point to return to, or ``previous`` is
+            None on sets that are to grow.
     """
     clock = Clock()
     try:
@@ -106,16 +108,19 @@ def ksd_step(
 
 def _step(
     objective: Objective,
-    draw_sets: Callable[[int], StepSets],
+    draw_sets: Callable[[Memory], StepSets],
     memory: Memory,
     settings: Settings,
     theta: Callable[[], Tensor] | None,
     clock: Clock,
 ) -> tuple[StepReport, Memory]:
     sent = objective.comm.sent
-    if memory.confirmation is not None and memory.confirmation.too_little:
-        memory = replace(memory, search_growth=memory.search_growth + 1)
-    draw = draw_sets(memory.search_growth)  # line 3
+    memory, draw, notes = grown(memory, draw_sets)  # line 3
+    if draw.grows and not draw.covers_all and settings.previous is None:
+        raise ValueError(
+            "Sets that grow judge a step by the curvature that the next one finds along it, which previous=None leaves "
+            "out: they would never grow. Use previous='step', or Subsets in place of Growing."
+        )
     gatherer = settings.gatherer
     on_A = pass_over_A(objective, draw.a, gatherer, (memory.seed, memory.iteration, 0))  # lines 4-5
     led_here = unmoved(objective, memory)
@@ -123,15 +128,15 @@ def _step(
     if not raised:
         here = _here(objective, theta)
         last = memory.d_prev if led_here else None
-        return _descend(objective, draw, on_A, memory, settings, here, last, clock, sent, accepted=True)
+        return _descend(objective, draw, on_A, memory, settings, here, last, notes, clock, sent, accepted=True)
     before = memory.accepted
     assert before is not None
     del on_A  # its vectors are large
     objective.move_to(before)
     memory = undone(memory)
-    draw = draw_sets(memory.search_growth)
+    draw = draw_sets(memory)
     on_A = pass_over_A(objective, draw.a, gatherer, (memory.seed, memory.iteration, 1))
-    return _descend(objective, draw, on_A, memory, settings, lambda: before, None, clock, sent, accepted=False)
+    return _descend(objective, draw, on_A, memory, settings, lambda: before, None, notes, clock, sent, accepted=False)
 
 
 def _descend(
@@ -142,6 +147,7 @@ def _descend(
     settings: Settings,
     theta: Callable[[], Tensor],
     last: Tensor | None,
+    notes: list[str],
     clock: Clock,
     sent: int,
     *,
@@ -154,10 +160,9 @@ def _descend(
     require_finite(losses.mean, grad_norm)
     clock.lap("gradient")
 
-    notes = []
     if not accepted:
         notes.append(f"The previous step had raised the loss on A and was undone; C has now {draw.sizes['C']} samples.")
-    confirmation = confirmation_of(memory, draw, settings.previous, notes)
+    confirmation = confirmation_of(memory, draw, notes)
     last = None if confirmation is None else last
     ends = math.nan if last is None else _dot(comm, g, last)  # before the builder writes over g
     preconditioner, factors = settings.preconditioner, memory.factors
@@ -247,8 +252,9 @@ def _descend(
     keep = d is not None and (draw.grows or (settings.rollback and not draw.searches_all))
     if confirmation is not None and d is not None and kept is not None:
         confirmation = replace(confirmation, slope=-_dot(comm, kept, d))
-    if confirmation is not None and not math.isnan(found.agreement):
-        confirmation = replace(confirmation, agreement=max(found.agreement, -10.0))  # or infinitely far
+    promise = memory.promise
+    if draw.grows and not math.isnan(found.agreement):
+        promise = replace(promise or Promise(), agreement=found.agreement)
     return report, replace(
         memory,
         iteration=memory.iteration + 1,
@@ -257,6 +263,7 @@ def _descend(
         accepted_loss=losses.mean if keep and not draw.grows else math.inf,
         carry=found.carry or memory.carry,
         confirmation=confirmation,
+        promise=promise if draw.grows else None,
         factors=factors,
     )
 

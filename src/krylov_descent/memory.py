@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from krylov_descent.basis import Carry
-from krylov_descent.confirmation import Confirmation
+from krylov_descent.confirmation import Confirmation, Promise
 
 Factors = Mapping[str, Tensor]
 """What a preconditioner remembers, by name."""
@@ -28,6 +28,7 @@ class Memory:
         search_growth: how often C was doubled, or the sets grew.
         carry: for the builder, where it adapts.
         confirmation: of the last steps by samples that they have not seen, where sets grow.
+        promise: of the quadratic model, kept or not, where sets grow.
         factors: of a preconditioner that remembers, by name.
     """
 
@@ -39,11 +40,5 @@ class Memory:
     search_growth: int = 0
     carry: Carry | None = None
     confirmation: Confirmation | None = None
+    promise: Promise | None = None
     factors: Factors | None = None
-
-
-def before_last(memory: Memory) -> Memory:
-    """As it was when the last step drew its sets, as far as these depend on it."""
-    known = memory.confirmation
-    known = None if known is None else replace(known, agreement=1.0)
-    return replace(memory, iteration=memory.iteration - 1, confirmation=known)

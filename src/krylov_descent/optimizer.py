@@ -22,9 +22,9 @@ from krylov_descent.distributed import Comm, ProcessGroup, Ranks, SingleProcess,
 from krylov_descent.distributed.mesh import MeshComm
 from krylov_descent.distributed.sharded import lean_graphs
 from krylov_descent.distributed.state import even_part, own_part, require_parts, require_same
-from krylov_descent.growing import Growing
+from krylov_descent.drawing import drawing
 from krylov_descent.ksd import ksd_step
-from krylov_descent.memory import Factors, Memory, before_last
+from krylov_descent.memory import Factors, Memory
 from krylov_descent.objective import Objective
 from krylov_descent.options import Options, Preconditioning
 from krylov_descent.parameters import ParameterVector
@@ -33,7 +33,7 @@ from krylov_descent.precondition import Fisher
 from krylov_descent.rational import Rational
 from krylov_descent.report import Settlement, StepReport
 from krylov_descent.search import Search
-from krylov_descent.sets import FullBatch, StepSets
+from krylov_descent.sets import StepSets
 from krylov_descent.state import memory_of, memory_parts, read_memory, write_memory
 from krylov_descent.undoing import settle
 
@@ -175,12 +175,12 @@ class KSD(ClosureOptimizer):
                 objective.first_look = steady
             else:
                 warn_if_reduced(parameters.params)
-                first = draw_sets(memory.search_growth)
+                first = draw_sets(memory)
                 check_consistency(objective, first, curvature_of_outputs=self._options.curvature != "hessian")
                 if isinstance(first, Draw):
                     together(self._comm, first.warn_if_random)
             if not self._builder.announced:
-                first = draw_sets(memory.search_growth)
+                first = draw_sets(memory)
                 together(self._comm, lambda: len(first.b))  # load it
                 self._builder.announce(objective, first.b)
             report, memory = ksd_step(objective, draw_sets, memory, self._settings, theta)
@@ -212,24 +212,17 @@ class KSD(ClosureOptimizer):
         theta = standing(parameters, memory, self._comm)
         with AsBefore(parameters, theta, self.state), torch.enable_grad(), self._full_precision(), lean_graphs():
             objective, draw_sets = self._prepare(closure, sets, memory, parameters)
-            settlement, settled = settle(objective, draw_sets(memory.search_growth), memory)
+            settlement, settled = settle(objective, draw_sets(memory), memory)
             if not settlement.accepted:
                 self._store(parameters, settled)
         return settlement
 
     def _prepare(
         self, closure: Callable[..., Any], sets: Subsets | None, memory: Memory, parameters: ParameterVector
-    ) -> tuple[Objective, Callable[[int], StepSets]]:
+    ) -> tuple[Objective, Callable[[Memory], StepSets]]:
         """The objective over the groups as they are now, and what draws the sets of this iteration."""
         objective = self._objective(closure, sets, parameters, self._compiled)
-        source = FullBatch() if sets is None else sets
-        shares, of_shares = self._comm.samples
-        share: dict[str, Any] = {"shares": shares, "of_shares": of_shares} if of_shares > 1 else {}
-        if isinstance(source, Growing) and memory.confirmation is not None:
-            share["model_growth"] = memory.confirmation.doublings
-        return objective, lambda growth: source.draw(
-            memory.iteration, krylov_dim=self._options.krylov_dim, search_growth=growth, **share
-        )
+        return objective, drawing(sets, memory.iteration, self._options.krylov_dim, self._comm)
 
     def _mesh_comm(self, parameters: ParameterVector) -> Comm:
         if not isinstance(self._comm, (SingleProcess, MeshComm)) or self._compiled is not None:
@@ -258,9 +251,9 @@ class KSD(ClosureOptimizer):
     def search_loss(self, closure: Callable[..., Any], sets: Subsets | None = None) -> Callable[[], float]:
         """→ f on the C of the last step, at the parameters when it is called (``plot.plane``): a collective."""
         parameters = self._parameters()
-        memory = before_last(self._remember(parameters))
-        objective, draw_sets = self._prepare(closure, sets, memory, parameters)
-        c = draw_sets(memory.search_growth).c
+        memory = self._remember(parameters)
+        objective, draw_sets = self._prepare(closure, sets, replace(memory, iteration=memory.iteration - 1), parameters)
+        c = draw_sets(memory).c
         return lambda: objective.value(c).mean
 
     @property

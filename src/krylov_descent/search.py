@@ -31,8 +31,8 @@ class Search:
         tolerance: stop when the predicted decrease is below this part of |f|. None is the rounding noise of the
             dtype: 1e-6 in float32, 2e-15 in float64.
         floor: ε, eigenvalues of H̄ are floored at ε·max|λ|. None is the square root of the dtype's precision: 3.5e-4
-            in float32, near the paper's 1e-4 (section 4), and 1.5e-8 in float64, where the paper's would hide from
-            the search the directions that matter at the end (docs/paper-map.md has the measurement).
+            in float32, near the paper's 1e-4 (section 4), and 1.5e-8 in float64, where the paper's would hide
+            directions that matter at the end (docs/paper-map.md has the measurement).
         negative: what becomes of negative eigenvalues: "floor" raises them to the floor as in the paper;
             "absolute" takes |λ|, the saddle-free variant (Dauphin et al. 2014).
         model: take the minimum of the quadratic model (gradient on A, curvature on B) without a search, where f on C
@@ -76,7 +76,7 @@ class Found:
         carry: for the next step's builder, if this one had starts.
         kept: what the next step takes for the last one [P_local], if no step is taken; None for nothing.
         exact: whether ``after`` was computed at d itself, and not at the end of a chain of lines.
-        agreement: f's fall on C at the model's minimum, of what the model promised; NaN where none was asked.
+        agreement: f's fall at the model's minimum, of what the model promised; NaN if none was asked, or in noise.
     """
 
     d: Tensor | None
@@ -272,7 +272,8 @@ def search_subspace(
         predicted = float(a @ a) / 2
         c = lines.coefficients(a)
         after = value(c) if lines.within_reach(c) else math.inf
-        lines.agreement = (before - after) / predicted if predicted > 0 else math.nan
+        if predicted > noise * abs(before):
+            lines.agreement = -math.inf if math.isnan(after) else (before - after) / predicted
         if before - after >= options.model * predicted > 0:
             return lines.found(a, before, after, 0, first, StopReason.MODEL, carry, exact=True)
     at_zero = known()
@@ -287,7 +288,7 @@ def search_subspace(
         carry, kept = subspace.starts.otherwise, subspace.starts.kept
         if kept is not None:
             return Found(None, before, before, 0, first, StopReason.GATHERING, carry=carry, kept=lines.combine(kept))
-    result = bfgs_on_lines(  # line 11
+    done = bfgs_on_lines(  # line 11
         lines,
         torch.zeros(len(C), dtype=torch.float64, device="cpu"),  # line 10
         start,
@@ -296,5 +297,4 @@ def search_subspace(
         tolerance=noise if options.tolerance is None else options.tolerance,
         noise=noise,
     )
-    evaluations = first + result.evaluations
-    return lines.found(result.x, before, result.f, result.iterations, evaluations, result.stop_reason, carry)
+    return lines.found(done.x, before, done.f, done.iterations, first + done.evaluations, done.stop_reason, carry)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from krylov_descent.basis import Carry
-from krylov_descent.confirmation import Confirmation
+from krylov_descent.confirmation import Confirmation, Promise
 from krylov_descent.distributed import Comm, part_length
 from krylov_descent.distributed.sharded import is_sharded
 from krylov_descent.memory import Memory
@@ -26,7 +26,9 @@ _VECTORS = ("d_prev", "accepted")
 _NUMBERS = ("iteration", "seed", "accepted_loss", "search_growth")
 _CARRIED = tuple(field.name for field in fields(Carry))
 _JUDGED = tuple(field.name for field in fields(Confirmation))
+_PROMISED = tuple(field.name for field in fields(Promise))
 _FACTORS = "factors"
+_ALL = (*_NUMBERS, *_CARRIED, *_JUDGED, *_PROMISED)
 
 
 def read_memory(state: State, first: Tensor, parameters: ParameterVector, seed: int, comm: Comm) -> Memory:
@@ -54,7 +56,7 @@ def read_memory(state: State, first: Tensor, parameters: ParameterVector, seed: 
             f"rank {own[0]} of {own[1]} with {own[2]:,}. A state_dict holds one rank's part: to go on with other ranks "
             "or parameters, save and load by krylov_descent.distributed.checkpoint."
         )
-    memory = memory_of(vectors, {key: numbers[key] for key in (*_NUMBERS, *_CARRIED, *_JUDGED) if key in numbers})
+    memory = memory_of(vectors, {key: numbers[key] for key in _ALL if key in numbers})
     factors = numbers.get(_FACTORS)
     if factors is None:
         return memory
@@ -64,7 +66,7 @@ def read_memory(state: State, first: Tensor, parameters: ParameterVector, seed: 
 def write_memory(state: State, first: Tensor, parameters: ParameterVector, memory: Memory, comm: Comm) -> None:
     """Replace the memory in a state; its vectors are kept as they are, in views, or as this rank's parts."""
     vectors, numbers = memory_parts(memory)
-    for key in (*_CARRIED, *_JUDGED, _FACTORS):  # a memory without them has none, whatever was there before
+    for key in (*_CARRIED, *_JUDGED, *_PROMISED, _FACTORS):  # a memory without them has none, whatever was there before
         state.get(first, {}).pop(key, None)
     factors = {}
     if memory.factors is not None:
@@ -85,7 +87,7 @@ def write_memory(state: State, first: Tensor, parameters: ParameterVector, memor
 def memory_parts(memory: Memory) -> tuple[dict[str, Tensor | None], dict[str, int | float]]:
     """Its vectors and its numbers, by name."""
     numbers = {key: getattr(memory, key) for key in _NUMBERS}
-    for group in (memory.carry, memory.confirmation):
+    for group in (memory.carry, memory.confirmation, memory.promise):
         numbers |= {} if group is None else asdict(group)
     return {key: getattr(memory, key) for key in _VECTORS}, numbers
 
@@ -96,7 +98,7 @@ def memory_of(vectors: Mapping[str, Tensor | None], numbers: Mapping[str, int | 
     Raises:
         ValueError: numbers are missing, or there are others.
     """
-    groups = [set(group) for group in (_CARRIED, _JUDGED) if group[0] in numbers]
+    groups = [set(group) for group in (_CARRIED, _JUDGED, _PROMISED) if group[0] in numbers]
     if set(numbers) != {*_NUMBERS}.union(*groups):
         raise ValueError(f"The numbers of its state are {sorted(numbers)}, not those of a KSD.")
     return Memory(
@@ -108,6 +110,7 @@ def memory_of(vectors: Mapping[str, Tensor | None], numbers: Mapping[str, int | 
         search_growth=int(numbers["search_growth"]),
         carry=Carry(**{key: float(numbers[key]) for key in _CARRIED}) if _CARRIED[0] in numbers else None,
         confirmation=Confirmation(**{key: float(numbers[key]) for key in _JUDGED}) if _JUDGED[0] in numbers else None,
+        promise=Promise(**{key: float(numbers[key]) for key in _PROMISED}) if _PROMISED[0] in numbers else None,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from krylov_descent.acceptance import better_before
 from krylov_descent.basis import length
-from krylov_descent.confirmation import Confirmation, wanted
+from krylov_descent.confirmation import Confirmation, Promise, wanted
 from krylov_descent.memory import Memory
 from krylov_descent.objective import BatchLosses, Objective
 from krylov_descent.report import Settlement
@@ -53,30 +54,30 @@ def undone(memory: Memory) -> Memory:
     return replace(memory, d_prev=None, accepted=None, search_growth=memory.search_growth + 1)
 
 
-def confirmation_of(memory: Memory, draw: StepSets, previous: str | None, notes: list[str]) -> Confirmation | None:
-    """What is known of the last steps, if A is not everything; begun anew where the sets have just grown.
+def grown(memory: Memory, draw_sets: Callable[[Memory], StepSets]) -> tuple[Memory, StepSets, list[str]]:
+    """The sets of this step, larger where the last ones asked for it; with the memory that has them, and why B grew."""
+    if memory.confirmation is not None and memory.confirmation.too_little:
+        memory = replace(memory, search_growth=memory.search_growth + 1)
+    draw, promise = draw_sets(memory), memory.promise
+    if promise is None or not promise.broken:
+        return memory, draw, []
+    for more in range(1, 4):  # one doubling may be less than the sets have anyway
+        wider = replace(memory, promise=Promise(doublings=promise.doublings + more))
+        larger = draw_sets(wider)
+        if larger.sizes["B"] > draw.sizes["B"]:
+            part = f"fell by {promise.agreement:.0%}" if promise.agreement > 0 else "rose instead"
+            note = f"B has now {larger.sizes['B']} samples: of what the model promised, the loss on C {part}."
+            return wider, larger, [note]
+    return replace(memory, promise=replace(promise, agreement=1.0)), draw, []
 
-    ``notes`` are told why the sets are larger than at the last step.
 
-    Raises:
-        ValueError: steps could not be judged.
-    """
+def confirmation_of(memory: Memory, draw: StepSets, notes: list[str]) -> Confirmation | None:
+    """What is known of the last steps, if A is not everything; begun anew where the sets have just grown."""
     known = memory.confirmation or Confirmation()
-    if draw.grows and known.doublings > known.misjudged:
-        notes.append(
-            f"B and C have now {draw.sizes['C']} samples: at the last step the loss on C fell by {known.agreement:.0%} "
-            "of what the model promised."
-        )
-    known = replace(known, agreement=1.0, misjudged=float(known.doublings))
-    if draw.grows and previous is None:
-        raise ValueError(
-            "Sets that grow judge a step by the curvature that the next one finds along it, which previous=None leaves "
-            "out: they would never grow. Use previous='step', or Subsets in place of Growing."
-        )
     if draw.grows and known.too_little:
         notes.append(
             f"A has now {draw.sizes['A']} samples: of the slope of the last {known.judged:.0f} steps, other samples "
             f"confirmed {known.share:.0%}."
         )
-        known = known.anew()
+        known = Confirmation(slope=known.slope, caution=known.caution)
     return replace(known, wanted=wanted(draw.coverage)) if draw.grows and not draw.covers_all else None
