@@ -1,7 +1,7 @@
 """Equations that nothing was chosen on: not the defaults of the rational basis, not a rival's settings, not a seed.
 
-They were written down, tested on their solutions and run once, after everything else was settled. Conventions, weights
-and points are those of the other equations.
+They were written down, tested on their solutions, and run once with the settings as they were. Conventions, weights and
+points are those of the other equations.
 """
 
 from __future__ import annotations
