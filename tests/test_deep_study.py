@@ -165,7 +165,8 @@ def test_tune_study_and_ablate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert [name.rpartition("-seed")[0][-4:] for name in trials] == ["0.1s", "0.2s", "0.1s"]  # the better one twice
     study._choose("curves", "adamw", 0.4, grid[1], [])
     assert plan.settings("curves", "adamw", 0.4) == grid[1]
-    assert plan.settings("curves", "adamw", 60.0) == {}
+    assert plan.settings("curves", "adamw", 60.0) == grid[1]  # of the longest shorter budget
+    assert plan.settings("curves", "adamw", 0.3) == {}
     where = Where(None, tmp_path, samples=60)
     study.study(["curves"], ["adamw", "ksd"], where, budgets=[0.2, 0.4], seeds=1)
     files = {path.name: path for path in (tmp_path / "curves").glob("*.jsonl")}

@@ -114,6 +114,10 @@ def test_a_model_that_promised_too_much_gets_more_samples(growth: int, size: int
         0, krylov_dim=1, search_growth=4, model_growth=growth
     )
     assert later.sizes["B"] == max(-(-2531 // 8), min(512, 64 << growth))
+    # The preconditioner averages over steps: its statistics take no more samples for that.
+    assert sum(batch.samples or 0 for batch in draw.statistics) == 64
+    assert sum(batch.samples or 0 for batch in later.statistics) == -(-2531 // 8)
+    assert draw.statistics[0].data.tolist() == draw.b[0].data.tolist()[:64]
 
 
 def cube(w: nn.Parameter) -> Callable[[Any], tuple[Tensor, Tensor]]:

@@ -335,8 +335,8 @@ def test_averages_and_when_inverses_are_made() -> None:
         if factors["0.inputs_inverse"] is not before:
             made.append(n)
             assert float(factors["age"]) == 0
-    assert made[:10] == [*range(1, 10), 11]  # 1 − e = 1/n > 1/10
-    assert [b - a for a, b in itertools.pairwise(made)][-2:] == [6, 6]  # 1 − 0.98⁶ > 0.1
+    assert made[:7] == [*range(1, 7), 8]  # 1 − e = 1/n > 0.15
+    assert [b - a for a, b in itertools.pairwise(made)][-2:] == [9, 9]  # 1 − 0.98⁹ > 0.15
     assert factors is not None
     for damping, anew in ((1.15e-2, False), (1.25e-2, True), (0.8e-2, True)):
         aged = {**factors, "age": torch.zeros((), dtype=F64)}

@@ -178,11 +178,21 @@ class Draw:
         [[0, 1], [0], [1]]
     """
 
-    def __init__(self, source: Source, a: SampleSet, b: SampleSet, c: SampleSet, *, grows: bool = False) -> None:
+    def __init__(
+        self,
+        source: Source,
+        a: SampleSet,
+        b: SampleSet,
+        c: SampleSet,
+        *,
+        statistics: SampleSet | None = None,
+        grows: bool = False,
+    ) -> None:
         self.grows = grows
         self.sizes: dict[str, int] = {"A": a.size, "B": b.size, "C": c.size}
         self._source = source
         self._a, self._b, self._c = a, b, c
+        self._statistics = b if statistics is None else statistics
 
     @property
     def coverage(self) -> float:
@@ -218,6 +228,11 @@ class Draw:
     def b(self) -> Sequence[Microbatch]:
         """The micro-batches of B, loaded at first use."""
         return list(Stream(self._source, self._b))
+
+    @functools.cached_property
+    def statistics(self) -> Sequence[Microbatch]:
+        """The part of B whose statistics a preconditioner remembers, loaded at first use; all of it unless told."""
+        return self.b if self._statistics is self._b else list(Stream(self._source, self._statistics))
 
     @functools.cached_property
     def c(self) -> Sequence[Microbatch]:

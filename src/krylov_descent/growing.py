@@ -110,11 +110,13 @@ class Growing(Subsets):
             of_shares=of_shares,
             key=(self._seed, iteration),
         )
-        fewest = min(_MOST, _LEAST << min(model_growth, 8))
-        part = min(size, max(fewest, -(-size // _PART)))
-        c = cut(0, part)
-        b = c if part <= _MOST else cut(0, _MOST)
-        return Draw(self._source, cut(0, size), b, c, grows=True)
+        usual = min(size, max(_LEAST, -(-size // _PART)))
+        doubled = min(size, _MOST, _LEAST << min(model_growth, 8))
+        c = cut(0, max(usual, doubled))
+        b = c if c.size <= _MOST else cut(0, _MOST)
+        # The preconditioner's averages over steps have samples enough without the doublings.
+        statistics = cut(0, usual) if usual < b.size else b
+        return Draw(self._source, cut(0, size), b, c, statistics=statistics, grows=True)
 
 
 __all__ = ["Growing"]

@@ -27,7 +27,7 @@ from krylov_descent.objective import Objective
 
 __all__ = ["Factors", "Kronecker", "KroneckerPreconditioner"]
 
-_STALE = 0.1  # inverses are made anew when more than this part of the averages has been replaced
+_STALE = 0.15  # inverses are made anew when more than this part of the averages has been replaced
 _LEAST = 0.05  # of λ, where there is no noise
 _CHANGED = 1.2  # or when the damping has changed by this factor
 

@@ -10,7 +10,8 @@ Deviations from the paper:
 2. Line 1: without a previous step none is adjoined, unless the caller passes one (``previous="e1"``).
 3. A search that finds nothing better than a = 0, or whose step rounds to something worse, leaves θ alone and d_prev
    empty.
-4. Line 5: a preconditioner that remembers takes its statistics from B, and adds them to those of earlier steps.
+4. Line 5: a preconditioner that remembers takes its statistics from B, or a part of it, and adds them to those of
+   earlier steps.
 5. Line 3: sets that grow do so by how much of the last steps fresh samples confirm, and by what the loss on C says of
    the model (confirmation.py); steps on them are only undone where the loss is not finite.
 6. Lines 9-12: ``Search(model=...)`` takes the minimum of the quadratic model, with the gradient on A, where C agrees.
@@ -167,11 +168,11 @@ def _descend(
     ends = math.nan if last is None else _dot(comm, g, last)  # before the builder writes over g
     preconditioner, factors = settings.preconditioner, memory.factors
     if isinstance(preconditioner, RememberingPreconditioner):
-        together(comm, lambda: len(draw.b))  # load it
+        together(comm, lambda: len(draw.statistics))  # load it
         key = memory.seed, memory.iteration, int(not accepted)
         doubt = 1.0 if confirmation is None else confirmation.caution
         doubt *= 1 - draw.coverage if draw.grows else 1.0
-        on_A.precondition, factors = preconditioner.refresh(objective, draw.b, factors, key, noise=doubt)
+        on_A.precondition, factors = preconditioner.refresh(objective, draw.statistics, factors, key, noise=doubt)
     if on_A.precondition is None and preconditioner is not None:
         notes.append(
             "The closure gave the preconditioner nothing to go by (it returned only the loss, or what is not finite or "

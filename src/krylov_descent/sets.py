@@ -32,6 +32,11 @@ class StepSets(Protocol):
         ...
 
     @property
+    def statistics(self) -> Sequence[Microbatch]:
+        """The part of B, or all of it, whose statistics a preconditioner remembers."""
+        ...
+
+    @property
     def c(self) -> Sequence[Microbatch]:
         """The search's set."""
         ...
@@ -67,7 +72,7 @@ class FullBatch:
 
     sizes: Mapping[str, int] = {}
     b: Sequence[Microbatch] = (Microbatch(None, None),)
-    a = a_in_parts = c = b
+    a = a_in_parts = statistics = c = b
     probe = None
     coverage = 1.0
     covers_all = searches_all = True
