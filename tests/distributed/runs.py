@@ -17,7 +17,9 @@ from krylov_descent.distributed import Ranks
 
 def model_of(kind: str, dtype: torch.dtype) -> nn.Module:
     torch.manual_seed(0)
-    return Recurrent().to(dtype) if kind == "lstm" else dense({"mlp": WIDTHS, "tiny": (1, 1)}[kind], dtype)
+    if kind in ("lstm", "cube"):
+        return (Recurrent() if kind == "lstm" else Cube()).to(dtype)
+    return dense({"mlp": WIDTHS, "tiny": (1, 1)}[kind], dtype)
 
 
 class Recurrent(nn.Module):
@@ -30,6 +32,17 @@ class Recurrent(nn.Module):
         h, _ = self.rnn(x[:, None, :].expand(-1, 3, -1))
         out: Tensor = self.head(h[:, -1])
         return out
+
+
+class Cube(nn.Module):
+    """So flat where it begins that Gauss–Newton's step goes beyond all measure."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.tensor([0.1, 0.2]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (self.w**3).sum()
 
 
 def train(
@@ -54,7 +67,7 @@ def train(
         warnings.simplefilter("ignore")
     model = model_of(kind, dtype)
     first = next(model.parameters())
-    inputs, outputs = {"mlp": (7, 3), "lstm": (7, 3), "tiny": (1, 1)}[kind]
+    inputs, outputs = {"mlp": (7, 3), "lstm": (7, 3), "tiny": (1, 1), "cube": (1, 1)}[kind]
     data = data_of(n, inputs, outputs, first.dtype)
     sets = Subsets(data, batch_size=batch_size, fraction=fraction, gradient_fraction=gradient_fraction, seed=3)
     if growing:
@@ -103,5 +116,6 @@ def outcome(model: nn.Module, reports: list[StepReport]) -> dict[str, Any]:
         "accepted": [report.accepted for report in reports],
         "cost": [report.sample_gradients for report in reports],
         "sent": [report.bytes_sent for report in reports],
+        "B": [report.set_sizes.get("B") for report in reports],
         "rows": [len(report.ritz_values) for report in reports],
     }

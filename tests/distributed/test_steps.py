@@ -33,6 +33,7 @@ CASES: dict[str, dict[str, Any]] = {
     "rational, without sets": {"basis": "rational", "full_batch": True, "weight_decay": 1e-2},
     "kronecker": {"preconditioner": "kronecker", "weight_decay": 1e-2},
     "kronecker, sets that grow": {**DEEP, "growing": 20, "steps": 16},
+    "kronecker, a model that promises too much": {**DEEP, "kind": "cube", "n": 400, "growing": 300},
     "kronecker, ranks without samples of B": {**DEEP, "growing": 3, "batch_size": 1},
     "rational, ranks without samples of B and C": {"basis": "rational", "n": 9, "batch_size": 1, "steps": 3},
 }
@@ -54,11 +55,14 @@ def test_ranks_do_as_one_process(pool: Pool, name: str) -> None:
         for key in ("losses", "after"):
             assert results[0][key] == pytest.approx(one[key], rel=tolerance), (key, R)
         assert results[0]["accepted"] == one["accepted"]
+        assert results[0]["B"] == one["B"]
         if tolerance == 1e-10:
             torch.testing.assert_close(results[0]["theta"], one["theta"], rtol=0, atol=1e-6)
             assert results[0]["evaluations"] == one["evaluations"]
     if "undone" in name:
         assert not all(one["accepted"])
+    if "promises" in name:
+        assert one["B"][0] == 64 < 128 <= one["B"][-1]
 
 
 def test_float32_agrees_to_its_rounding(pool: Pool) -> None:
