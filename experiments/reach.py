@@ -1,4 +1,4 @@
-"""When a run came down to a figure of the paper, or when it would by the power law of its second half."""
+"""When a run came down to an error, or when it would by the power law of its second half."""
 
 from __future__ import annotations
 
@@ -13,31 +13,36 @@ _STEEPER = 0.05  # growth of p that is more than rounding and noise
 
 @dataclasses.dataclass(frozen=True)
 class Reach:
-    """Seconds until the held-out error came down to a target.
+    """What it cost until an error came down to a target.
 
     Attributes:
-        seconds: when it did, or would; infinite if it no longer falls, NaN if it falls ever faster.
+        cost: when it did, or would; infinite if it no longer falls, NaN if it falls ever faster.
         extrapolated: whether that lies beyond the end of the run.
-        error: the lowest held-out error of the run.
+        error: the lowest of the run.
     """
 
-    seconds: float
+    cost: float
     extrapolated: bool
     error: float
 
 
 def reach(run: Run, target: float) -> Reach | None:
-    """When the lowest held-out error so far is at the target; None without any finite error.
+    """The seconds after which the lowest held-out error so far is at the target; None without any finite error."""
+    return reach_along([(point.seconds, point.held_out_error) for point in run.points], target)
 
-    Beyond the run's end: error ∝ seconds^(−p), with p from where the budget was half spent to its end. Errors flatten
+
+def reach_along(points: Sequence[tuple[float, float]], target: float) -> Reach | None:
+    """The cost at which the lowest error so far is at the target, of (cost, error) in order; None if none is finite.
+
+    Beyond the run's end: error ∝ cost^(−p), with p from where the cost was half spent to its end. Errors flatten
     sooner or later, so that such a time is a lower bound more than a forecast; but not while p still grows, as after a
     plateau: of a run whose last quarter is steeper than its last half, nothing is said.
     """
-    valid = [(point.seconds, point.held_out_error) for point in run.points if math.isfinite(point.held_out_error)]
+    valid = [(cost, error) for cost, error in points if math.isfinite(error)]
     if not valid:
         return None
     best = min(error for _, error in valid)
-    reached = next((time for time, error in valid if error <= target), None)
+    reached = next((cost for cost, error in valid if error <= target), None)
     if reached is not None:
         return Reach(reached, False, best)
     half, quarter = _power(valid, 0.5), _power(valid, 0.75)
@@ -49,10 +54,10 @@ def reach(run: Run, target: float) -> Reach | None:
 
 
 def _power(valid: Sequence[tuple[float, float]], share: float) -> float:
-    """p of the lowest error so far, from where this share of the time was spent to the end; 0 if it does not fall."""
+    """p of the lowest error so far, from where this share of the cost was spent to the end; 0 if it does not fall."""
     end, best = valid[-1][0], min(error for _, error in valid)
-    since = next(time for time, _ in valid if time >= share * end)
-    then = min(error for time, error in valid if time <= since)
+    since = next(cost for cost, _ in valid if cost >= share * end)
+    then = min(error for cost, error in valid if cost <= since)
     return math.log(then / best) / math.log(end / since) if 0 < since < end and 0 < best < then else 0.0
 
 

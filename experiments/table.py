@@ -126,7 +126,7 @@ def _distance_table(grouped: _Grouped) -> str:
 def _when(found: Reach, *, scheduled: bool) -> str:
     if found.extrapolated and scheduled:
         return "not in this budget"
-    return f"{'≥ ' * (found.extrapolated and math.isfinite(found.seconds))}{duration(found.seconds)}"
+    return f"{'≥ ' * (found.extrapolated and math.isfinite(found.cost))}{duration(found.cost)}"
 
 
 def _methods_table(grouped: _Grouped) -> str:

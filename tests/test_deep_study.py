@@ -64,6 +64,18 @@ def test_tables_have_the_figures_at_the_end_of_each_budget(results: Path) -> Non
     assert "adamw-60s (seeds 0 1)" in setup["curves"][-1]
 
 
+def test_the_lowest_published_errors_are_extrapolated_to(tmp_path: Path) -> None:
+    """error = 58/√step is 0.058 after 10⁶ steps, of 5 gradients over 1000 samples each."""
+    steps = [2**i for i in range(11)]
+    first = header("curves", "ksd-kronecker", 0, method="ksd-kronecker", budget="1024s", evaluated_samples=500)
+    write(tmp_path, [first, *(point(i, 58 / i**0.5) for i in steps), {"kind": "end", "reason": "budget"}])
+    record(tmp_path, "curves", "adamw", 0, {0: 500, 60: 2})
+    lines = table(tmp_path).split("## How far from the lowest published")[1].splitlines()
+    ours, adamw = (next(line for line in lines if name in line) for name in ("KSD, Kronecker", "AdamW"))
+    assert [cell.strip() for cell in ours.split("|")[3:-1]] == ["1024", "1.81", "5.1e+06", "0.058", "≥ 5e+09", "≥ 33"]
+    assert [cell.strip() for cell in adamw.split("|")[3:-1]] == ["60", "2", "5e+03", "0.058", "–", "–"]
+
+
 def test_bold_is_decided_on_common_seeds(tmp_path: Path) -> None:
     record(tmp_path, "curves", "adamw", 0, {0: 9, 60: 5})
     record(tmp_path, "curves", "adamw", 1, {0: 9, 60: 1})

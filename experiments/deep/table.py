@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from experiments.deep.plan import ABLATIONS
+from experiments.deep.published import published
 from experiments.deep.records import at_end, budgets_of, by_task, cut, serving
 from experiments.deep.study import ABLATIONS as ABLATED
 from experiments.deep.style import NAMES
@@ -37,7 +38,7 @@ def table(results: Path) -> str:
         served = {task: serving(runs, seconds) for task, runs in tasks.items()}
         parts += _tables({task: by for task, by in served.items() if by}, f"after {seconds:g} CPU seconds", NAMES)
     if tasks:
-        parts.append(_setup(tasks))
+        parts += [*published(tasks), _setup(tasks)]
     if ablated:
         parts += _ablations(ablated)
     return "\n".join(parts)

@@ -1,0 +1,61 @@
+"""How far the longest runs are from the lowest published training errors, and what it would cost to get there."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+
+from experiments.deep.style import NAMES
+from experiments.markdown import section
+from experiments.methods import KINDS
+from experiments.reach import Reach, reach_along
+from experiments.records import Run
+
+#: Task → squared error per training image: HF with momentum (Sutskever et al. 2013), saddle-free Newton (Dauphin et al.
+#: 2014).
+LOWEST: Mapping[str, float] = {"curves": 0.058, "mnist-ae": 0.57}
+
+#: Of Nesterov's accelerated gradient to 0.074 and 0.73 (Sutskever et al. 2013): 750,000 updates of 200 samples.
+NAG = 1.5e8
+
+
+def published(tasks: Mapping[str, Sequence[Run]]) -> list[str]:
+    """A section, if some task has a published error."""
+    rows = []
+    for task in LOWEST.keys() & tasks.keys():
+        for method in NAMES:
+            runs = [run for run in tasks[task] if run.method == method]
+            longest = max((run.allowed.amount for run in runs), default=0.0)
+            if runs := [run for run in runs if run.allowed.amount == longest]:
+                rows.append([task, NAMES[method], f"{longest:g}", *_cells(runs, LOWEST[task])])
+    if not rows:
+        return []
+    head = ["task", "method", "CPU s", "squared error", "sample gradients", "published", "cost to get there", "of NAG"]
+    note = (
+        "Squared error per training image at the end of the longest runs, mean over seeds, and the gradients of single "
+        "samples that it took. Published: with other weight decay, and on CURVES with data of the same recipe. "
+        "The cost to get there follows the power law of a run's second half, a lower bound more than a forecast; "
+        f"median over seeds. NAG took {NAG:.2g} to 0.074 and 0.73. A run with a schedule has no law to follow."
+    )
+    return [section("How far from the lowest published", head, sorted(rows), note)]
+
+
+def _cells(runs: Sequence[Run], target: float) -> list[str]:
+    error = statistics.fmean(run.points[-1].error for run in runs)
+    spent = statistics.fmean(run.points[-1].gradients * run.samples for run in runs)
+    cells = [f"{error:.3g}", f"{spent:.2g}", f"{target:g}"]
+    if runs[0].method in KINDS and KINDS[runs[0].method].scheduled:
+        return [*cells, "–", "–"]
+    laws = ([(point.gradients * run.samples, point.error) for point in run.points] for run in runs)
+    return [*cells, *_cost([found for law in laws if (found := reach_along(law, target)) is not None])]
+
+
+def _cost(found: Sequence[Reach]) -> list[str]:
+    cost = statistics.median(r.cost for r in found) if found else math.nan
+    if math.isnan(cost):
+        return ["falls ever faster", "–"]
+    if math.isinf(cost):
+        return ["no longer falls", "–"]
+    least = "≥ " * any(r.extrapolated for r in found)
+    return [f"{least}{cost:.2g}", f"{least}{cost / NAG:.2g}"]
