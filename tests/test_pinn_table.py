@@ -75,6 +75,21 @@ def test_changes_stand_beside_the_same_seeds_as_it_is(tmp_path: Path) -> None:
     assert "changed" not in table(tmp_path, ["ksd-rational"])
 
 
+def test_ratios_are_of_seeds_that_both_have(tmp_path: Path) -> None:
+    """Seeds may be of days on which the machine was not equally fast."""
+    for seed, error in enumerate((1e-6, 1e-6, 1e-3)):
+        write(tmp_path, "wave", "ksd-rational", error, seed=seed)
+    write(tmp_path, "wave", "lm", 1e-2, seed=2)
+    write(tmp_path, "wave", "soap", 1e-2, seed=0)
+    write(tmp_path, "wave", "nncg", 1e-2, seed=3)
+    write(tmp_path, "wave", "ksd-rational", 1e-2, seconds=30.0)  # for ablations
+    text = table(tmp_path)
+    found = rows(text, "Relative L2 error after 60 s, network 3x32")
+    ratios = dict(zip(found["problem"], found["ratio to KSD, rational"], strict=True))
+    assert (ratios["LM"], ratios["SOAP"], ratios["NNCG"]) == ("10", "1e+04", "–")
+    assert "after 30 s" not in text
+
+
 def test_ratios_over_time_are_those_of_the_points_until_then(tmp_path: Path) -> None:
     """Points are at 0, 1, 8 and 60 s, errors e^(1/3) at 1 s and e^(2/3) at 8 s."""
     write(tmp_path, "wave", "ksd-rational", 1e-6)

@@ -19,7 +19,7 @@ import numpy as np
 from experiments.figures import save
 from experiments.pinn.fits import FITS
 from experiments.pinn.problems import PROBLEMS
-from experiments.pinn.records import Group, Run, only, read_groups
+from experiments.pinn.records import Group, Run, compared, only, read_groups
 from experiments.pinn.style import BASE, NAMES, looks
 from experiments.pinn.unseen import UNSEEN
 from experiments.style import RC, WIDTH, number_ticks
@@ -40,7 +40,7 @@ def figures(results: Path, out: Path, columns: Sequence[str] = ()) -> list[Path]
     """
     import matplotlib as mpl
 
-    groups = read_groups(results, (*PROBLEMS, *UNSEEN, *FITS), list(NAMES), columns)
+    groups = compared(read_groups(results, (*PROBLEMS, *UNSEEN, *FITS), list(NAMES), columns))
     kinds = {"pinn": PROBLEMS, "pinn-unseen": UNSEEN, "pinn-fits": FITS}
     parts = [(stem, only(group, names)) for stem, names in kinds.items() for group in groups]
     out.mkdir(parents=True, exist_ok=True)

@@ -17,6 +17,8 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from experiments.pinn.style import BASE
+
 FOLDER = "pinn"
 Quantity = Literal["loss", "held_out", "error"]
 
@@ -98,6 +100,11 @@ def only(group: Group, wanted: Container[str]) -> Group | None:
     runs = {problem: by for problem, by in group.runs.items() if problem in wanted}
     columns = [column for column in group.columns if any(column in by for by in runs.values())]
     return dataclasses.replace(group, columns=columns, runs=runs) if runs else None
+
+
+def compared(groups: Sequence[Group]) -> list[Group]:
+    """Those in which the base, which may be there for its ablations, is not alone; all where it is in each."""
+    return [group for group in groups if list(group.columns) != [BASE]] or list(groups)
 
 
 def path_of(results: Path, problem: str, network: str, label: str, seed: int) -> Path:

@@ -16,7 +16,7 @@ from experiments.markdown import bold, section
 from experiments.pinn.ablations import CHANGES
 from experiments.pinn.fits import FITS, IMAGES, decibels
 from experiments.pinn.problems import PROBLEMS
-from experiments.pinn.records import Group, Run, geometric_mean, middle, only, read_groups
+from experiments.pinn.records import Group, Run, compared, geometric_mean, middle, only, read_groups
 from experiments.pinn.style import BASE, NAMES
 from experiments.pinn.unseen import UNSEEN
 
@@ -25,7 +25,7 @@ _NONE = "–"
 
 def table(results: Path, columns: Sequence[str] = ()) -> str:
     """All tables of a folder; only the columns named, or all methods."""
-    groups = read_groups(results, (*PROBLEMS, *UNSEEN, *FITS), list(NAMES), columns)
+    groups = compared(read_groups(results, (*PROBLEMS, *UNSEEN, *FITS), list(NAMES), columns))
     parts = [part for group in groups if (some := only(group, PROBLEMS)) for part in _tables(some)]
     if not columns:
         parts += _changes(results)
@@ -113,11 +113,11 @@ def _errors(group: Group, where: str) -> str:
     rows = _error_rows(group, medians)
     rows.append(["geometric mean", *_means(group, medians)])
     if BASE in group.columns:
-        rows.append([f"ratio to {NAMES[BASE]}", *(_ratio(medians, column) for column in group.columns)])
+        rows.append([f"ratio to {NAMES[BASE]}", *(_ratio(group.runs, column) for column in group.columns)])
     note = (
         "Median over seeds of the relative L2 error on the test grid; bold: the lowest of the row. A method that lacks "
         "problems has the mean of those it has, with their number. The ratio is the geometric mean over the problems "
-        f"that the method and {NAMES[BASE]} both have; above 1, {NAMES[BASE]} is more accurate."
+        f"and seeds that the method and {NAMES[BASE]} both have; above 1, {NAMES[BASE]} is more accurate."
     )
     return section(f"Relative L2 error {where}", ["problem", *_heads(group)], rows, note)
 
@@ -139,7 +139,7 @@ def _changed(group: Group) -> str:
     rows = []
     for column in group.columns:
         cells = [short(by[column]) if column in by else _NONE for by in medians.values()]
-        rows.append([NAMES.get(column, column), *cells, _ratio(medians, column)])
+        rows.append([NAMES.get(column, column), *cells, _ratio(group.runs, column)])
     note = (
         "Median over seeds of the relative L2 error on the test grid. Ratio: the geometric mean over the problems, of "
         f"errors with the change to those without; above 1 it does harm. Seeds: {' '.join(map(str, sorted(seeds)))}."
@@ -160,8 +160,13 @@ def _means(group: Group, medians: Mapping[str, Mapping[str, float]]) -> list[str
     ]
 
 
-def _ratio(medians: Mapping[str, Mapping[str, float]], column: str) -> str:
-    pairs = [(by[column], by[BASE]) for by in medians.values() if column in by and BASE in by]
+def _ratio(runs: Mapping[str, Mapping[str, Sequence[Run]]], column: str) -> str:
+    """Of medians over the seeds that both have: runs of one seed were made in turn, on an equally fast machine."""
+    pairs = []
+    for by in runs.values():
+        seeds = {run.seed for run in by.get(column, ())} & {run.seed for run in by.get(BASE, ())}
+        if seeds:
+            pairs.append([middle([run for run in by[name] if run.seed in seeds]) for name in (column, BASE)])
     ratio = geometric_mean(mine / base if base else math.nan for mine, base in pairs)
     return f"{ratio:.3g}" if math.isfinite(ratio) else _NONE
 
@@ -188,13 +193,13 @@ def _course(group: Group, on: str) -> list[str]:
     times = [group.seconds / 2**k for k in range(4, -1, -1)]
     by_time = [
         {
-            name: {column: middle([_until(run, time) for run in runs]) for column, runs in by.items()}
+            name: {column: [_until(run, time) for run in runs] for column, runs in by.items()}
             for name, by in group.runs.items()
         }
         for time in times
     ]
     others = [column for column in group.columns if column != BASE]
-    rows = [[NAMES.get(column, column), *(_ratio(medians, column) for medians in by_time)] for column in others]
+    rows = [[NAMES.get(column, column), *(_ratio(then, column) for then in by_time)] for column in others]
     note = f"As the last line of the table above, after so many seconds. Above 1, {NAMES[BASE]} is more accurate."
     head = ["method", *(f"{time:g} s" for time in times)]
     title = f"Ratio to {NAMES[BASE]} over time{on}, network {group.network}, budget {group.seconds:g} s"
