@@ -29,8 +29,8 @@ TUNING_SEED = 100
 
 #: Budget → seconds of each trial and how many settings are tried so, rung by rung; the first takes the whole grid.
 RUNGS: Mapping[float, Sequence[tuple[float, int]]] = {
-    60.0: ((12.0, 12), (30.0, 3)),
-    300.0: ((30.0, 12), (100.0, 3)),
+    60.0: ((12.0, 12), (30.0, 4)),
+    300.0: ((30.0, 12), (100.0, 4)),
     1200.0: ((60.0, 12), (240.0, 4)),
 }
 
