@@ -24,6 +24,9 @@ class _NeverGrowing(Growing):
         return super().draw(iteration, **{**how, "search_growth": 0, "model_growth": 0})
 
 
+_MUCH = 1 << 50  # bytes: any budget keeps earlier steps out of the basis
+
+
 def ksd(problem: Problem, model: nn.Module, seed: int, settings: KroneckerSettings) -> Method:
     """``KSD(**DEEP)`` on ``Growing`` sets; settings other than their defaults are for ablations."""
     options: dict[str, Any] = {**DEEP, "krylov_dim": settings.krylov_dim, "seed": seed}
@@ -33,6 +36,8 @@ def ksd(problem: Problem, model: nn.Module, seed: int, settings: KroneckerSettin
         options["preconditioner"] = None if settings.preconditioner == "none" else settings.preconditioner
     if settings.searches:
         options["search"] = Search(evaluations=8)
+    if not settings.earlier:
+        options["memory_budget"] = _MUCH
     optimizer = KSD(model.parameters(), weight_decay=problem.weight_decay, **options)
     kind = Growing if settings.grows else _NeverGrowing
     sets = kind(problem.train, batch_size=problem.batch_size, start=settings.start, seed=seed)

@@ -27,7 +27,7 @@ class KroneckerSettings:
     """``KSD(**DEEP)`` on ``Growing`` sets as they are; what differs is for ablations.
 
     ``start`` and ``grows`` are of the sets, ``damping`` and ``memory`` of the preconditioner; ``searches`` minimises
-    the loss over the subspace in every step.
+    the loss over the subspace in every step; without ``earlier``, only the last step is ever in it.
     """
 
     krylov_dim: int = 1
@@ -37,6 +37,7 @@ class KroneckerSettings:
     start: int = 500
     grows: bool = True
     searches: bool = False
+    earlier: bool = True
 
 
 @dataclasses.dataclass(frozen=True)

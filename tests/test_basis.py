@@ -133,7 +133,8 @@ def test_one_krylov_vector_has_its_curvature_at_once(previous: str) -> None:
     d = {"another": d_prev, "the same direction": 3 * g / D, "none": None}[previous]
     by_products = build(H, D, g.clone(), d, 1)
     V = Rows(2, g)
-    at_once = shortest_basis(lambda V: V.tensor() @ H @ V.tensor().T, lambda w: w / D, g, d, V, SingleProcess())
+    steps = [] if d is None else [d]
+    at_once = shortest_basis(lambda V: V.tensor() @ H @ V.tensor().T, lambda w: w / D, g, steps, V, SingleProcess())
     assert at_once is not None
     torch.testing.assert_close(at_once.V.tensor(), by_products.V.tensor())
     torch.testing.assert_close(at_once.H, by_products.H)
@@ -144,7 +145,7 @@ def test_one_krylov_vector_without_a_finite_curvature_is_left_to_products() -> N
     H, D, g, d_prev = setup(20)
     V = Rows(2, g)
     nothing = shortest_basis(
-        lambda V: torch.full((V.m, V.m), torch.nan), lambda w: w / D, g, d_prev, V, SingleProcess()
+        lambda V: torch.full((V.m, V.m), torch.nan), lambda w: w / D, g, [d_prev], V, SingleProcess()
     )
     assert nothing is None
-    assert shortest_basis(lambda V: H, lambda w: w * 0, g, d_prev, V, SingleProcess()) is None
+    assert shortest_basis(lambda V: H, lambda w: w * 0, g, [d_prev], V, SingleProcess()) is None

@@ -214,14 +214,39 @@ def test_the_search_loss_of_the_last_step_is_on_its_own_set() -> None:
     assert grew
 
 
+def test_earlier_steps_join_the_basis_once_a_has_all_samples() -> None:
+    """On a quadratic, with B = C = A, the step ends where the gradient has no part along any of them."""
+    x, y = regression(60, 1.0)
+    x *= torch.logspace(-1, 1, 12, dtype=F64)  # many steps for the gradient, which so much damping leaves
+    damped = {**DEEP, "preconditioner": Kronecker(damping=1e6)}
+    torch.manual_seed(0)
+    model = nn.Linear(12, 2).double()
+    optimizer, sets = KSD(model.parameters(), **damped), Growing((x, y), batch_size=60, start=60, seed=0)
+    taken: list[Tensor] = []
+    for i in range(9):
+        before = theta(model)
+        report = optimizer.step(closure_of(model), sets)
+        assert len(report.ritz_values) == min(i, 6) + 1
+        taken.insert(0, theta(model) - before)
+        loss, _ = closure_of(model)((x, y))
+        g = torch.cat([p.reshape(-1) for p in torch.autograd.grad(loss, list(model.parameters()))])
+        for d in taken[:7]:
+            assert abs(float(g @ d)) < 1e-6 * float(g.norm() * d.norm())
+    bounded, few = KSD(model.parameters(), **damped, memory_budget=10**9), KSD(model.parameters(), **damped)
+    for _ in range(4):
+        assert len(bounded.step(closure_of(model), sets).ritz_values) <= 2  # they have no room in the budget
+        assert len(few.step(closure_of(model), Growing((x, y), batch_size=60, start=30, seed=0)).ritz_values) <= 2
+
+
+@pytest.mark.parametrize("start", [50, 500])  # with 500, A has all samples, and steps before the last are remembered
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(dtype: torch.dtype) -> None:
+def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(dtype: torch.dtype, start: int) -> None:
     data = regression(500, 2.0, dtype)
 
     def fresh() -> tuple[nn.Module, KSD, Growing]:
         torch.manual_seed(0)
-        model = nn.Linear(12, 2).to(dtype)
-        return model, KSD(model.parameters(), **DEEP), Growing(data, batch_size=100, start=50, seed=0)
+        model = network(dtype) if start == 500 else nn.Linear(12, 2).to(dtype)
+        return model, KSD(model.parameters(), **DEEP), Growing(data, batch_size=100, start=start, seed=0)
 
     model, optimizer, sets = fresh()
     reports = steps(model, optimizer, sets, 90)
@@ -229,6 +254,8 @@ def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(dtype: torch.dtype) -
     for stop in (7, 57):
         first, early, sets = fresh()
         steps(first, early, sets, stop)
+        if stop == 7:
+            assert ("earlier_5" in early.state[next(first.parameters())]) == (start == 500)
         file = io.BytesIO()
         torch.save({"model": first.state_dict(), "optimizer": early.state_dict()}, file)
         file.seek(0)

@@ -29,7 +29,7 @@ TUNING_SEED = 100
 
 #: Budget → seconds of each trial and how many settings are tried so, rung by rung; the first takes the whole grid.
 RUNGS: Mapping[float, Sequence[tuple[float, int]]] = {
-    60.0: ((12.0, 12), (30.0, 4)),
+    60.0: ((12.0, 12), (30.0, 4), (60.0, 2)),
     300.0: ((30.0, 12), (100.0, 4)),
     1200.0: ((60.0, 12), (240.0, 4)),
 }
@@ -42,6 +42,7 @@ _SCHEDULES = ("cosine", "linear")
 ABLATIONS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "defaults": ("ksd-kronecker", {}),
     "search-in-every-step": ("ksd-kronecker", {"searches": True}),
+    "last-step-only": ("ksd-kronecker", {"earlier": False}),
     "k2": ("ksd-kronecker", {"krylov_dim": 2}),
     "k5": ("ksd-kronecker", {"krylov_dim": 5}),
     "fisher-diagonal": ("ksd-kronecker", {"preconditioner": "fisher"}),

@@ -8,7 +8,7 @@ V [m, P] orthonormal rows (m ≤ K+1), H̄ = V H Vᵀ [m, m]. P stands for this 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +16,8 @@ from torch import Tensor
 
 from krylov_descent.distributed import Comm, inner
 from krylov_descent.rows import Rows
+
+EARLIER = 5  # steps before the last one that may be in a basis; 15 gave no more
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,11 +108,13 @@ class Turn:
     Attributes:
         seed, iteration: key what is random.
         carry: from the last step, or None.
+        earlier: steps before the last one [P], the newest first.
     """
 
     seed: int = 0
     iteration: int = 0
     carry: Carry | None = None
+    earlier: tuple[Tensor, ...] = ()
 
 
 def krylov_basis(
@@ -169,20 +173,24 @@ def shortest_basis(
     curvature: Callable[[Rows], Tensor],
     precondition: Callable[[Tensor], Tensor],
     g: Tensor,
-    d_prev: Tensor | None,
+    previous: Sequence[Tensor],
     V: Rows,
     comm: Comm,
 ) -> Subspace | None:
     """Algorithm 2 with K = 1, where no row needs the product of another: all of H̄ at once, by ``curvature``, V → H̄.
 
-    None where something is not finite, or nothing is left of D⁻¹g; g is left as it is. V has room for 2 rows.
+    None where something is not finite, or nothing is left of D⁻¹g; g is left as it is.
+
+    Deviation from the paper: there may be several previous steps (V has a row more). Where curvature changes, or is
+    that of few samples, the last one has not all that earlier ones found; each costs one Jv.
     """
-    basis = _Basis(V, 2, None, comm)
+    basis = _Basis(V, 1 + len(previous), None, comm)
     if not basis.normalise(precondition(g)):  # lines 1-2
         return None
     V.m = 1
-    if d_prev is not None and basis.normalise(d_prev):  # lines 8, 10-15
-        V.m = 2
+    for d in previous:
+        if basis.normalise(d):  # lines 8, 10-15
+            V.m += 1
     H = curvature(V)  # lines 4, 11, 16-18
     if not bool(H.isfinite().all()):
         return None

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from krylov_descent.basis import Subspace, Turn, krylov_basis, shortest_basis
+from krylov_descent.basis import EARLIER, Subspace, Turn, krylov_basis, shortest_basis
 from krylov_descent.budget import Need, Storage
 from krylov_descent.curvature import CurvatureProduct, GaussNewtonGraph, MicrobatchGraph
 from krylov_descent.data import Microbatch
@@ -47,18 +47,25 @@ class KrylovBuilder:
         Products are written over g: by the first of them, the basis has begun and g is needed no more.
         """
         K = min(self.krylov_dim, objective.parameters.count)
-        if self._V is None or not self._V.holds(K + 1, g):
+        previous = () if d_prev is None else (d_prev, *turn.earlier[: self.earlier])
+        rows = K + max(1, len(previous))
+        if self._V is None or not self._V.holds(rows, g):
             self._V = None  # free the old one first
-            self._V = Rows(K + 1, g, self.storage.dtype, self.storage.device)
+            self._V = Rows(rows, g, self.storage.dtype, self.storage.device)
         need = self._need(objective)
         product = CurvatureProduct(self.kind, objective, batches, None if need is None else need.for_graphs, g)
         if K == 1 and issubclass(self.kind, GaussNewtonGraph) and objective.comm.bounds(len(g)) is not None:
-            subspace = shortest_basis(product.within, precondition, g, d_prev, self._V, objective.comm)
+            subspace = shortest_basis(product.within, precondition, g, previous, self._V, objective.comm)
             if subspace is not None:
-                objective.tell(Progress("basis", 1 + (d_prev is not None), 1 + (d_prev is not None)))
+                objective.tell(Progress("basis", 1 + len(previous), 1 + len(previous)))
                 return subspace
         counted = _counted(product, K + (d_prev is not None), objective.tell)
         return krylov_basis(counted, precondition, g, d_prev, K, self._V, objective.comm)
+
+    @property
+    def earlier(self) -> int:
+        """Steps before the last one that are of use: they are rows of V, for which a budget may have no room."""
+        return EARLIER if self.krylov_dim == 1 and self.memory_budget is None else 0
 
     @property
     def rows(self) -> Rows | None:

@@ -66,13 +66,17 @@ class BasisBuilder(Protocol):
 
 @dataclass(frozen=True)
 class Settings:
-    """What stays the same from step to step."""
+    """What stays the same from step to step.
+
+    ``earlier`` is how many steps before the last one the builder has use for, on sets that have grown to all samples.
+    """
 
     builder: BasisBuilder
     preconditioner: Preconditioner | RememberingPreconditioner | None
     search: Search
     previous: str | None
     rollback: bool
+    earlier: int = 0
 
     @property
     def gatherer(self) -> Preconditioner | None:
@@ -192,7 +196,7 @@ def _descend(
             d_prev = None
         g = g if kept is None else g.clone()  # the builder may write over it
         together(comm, lambda: len(draw.b))  # load it
-        turn = Turn(memory.seed, memory.iteration, memory.carry)
+        turn = Turn(memory.seed, memory.iteration, memory.carry, memory.earlier)
         subspace = settings.builder(objective, draw.b, on_A.precondition or (lambda w: w), g, d_prev, turn)  # line 6
         if confirmation is not None:
             bent = math.nan if last is None or d_prev is None else subspace.bend(last, comm)
@@ -253,6 +257,8 @@ def _descend(
     keep = d is not None and (draw.grows or (settings.rollback and not draw.searches_all))
     if confirmation is not None and d is not None and kept is not None:
         confirmation = replace(confirmation, slope=-_dot(comm, kept, d))
+    # Few samples would want other steps at every step: along earlier ones, nothing was gained there.
+    earlier = () if d is None or memory.d_prev is None or not (draw.grows and draw.covers_all) else (memory.d_prev,)
     promise = memory.promise
     if draw.grows and not math.isnan(found.agreement):
         promise = replace(promise or Promise(), agreement=found.agreement)
@@ -266,6 +272,7 @@ def _descend(
         confirmation=confirmation,
         promise=promise if draw.grows else None,
         factors=factors,
+        earlier=(*earlier, *memory.earlier)[: settings.earlier] if earlier else (),
     )
 
 

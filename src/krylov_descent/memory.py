@@ -23,6 +23,7 @@ class Memory:
         iteration: of the step to come, from 0.
         seed: of the sign probes.
         d_prev: the last step [P_local], or None; or what a builder wants remembered in its place, if none was taken.
+        earlier: the steps before d_prev, the newest first, where the builder has use for them.
         accepted: the point [P_local] from which it was taken, or None if there is nothing to go back to.
         accepted_loss: f on A there.
         search_growth: how often C was doubled, or the sets grew.
@@ -42,3 +43,4 @@ class Memory:
     confirmation: Confirmation | None = None
     promise: Promise | None = None
     factors: Factors | None = None
+    earlier: tuple[Tensor, ...] = ()

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from krylov_descent.basis import Carry
+from krylov_descent.basis import EARLIER, Carry
 from krylov_descent.confirmation import Confirmation, Promise
 from krylov_descent.distributed import Comm, part_length
 from krylov_descent.distributed.sharded import is_sharded
@@ -22,7 +22,8 @@ from krylov_descent.parameters import ParameterVector
 
 State = MutableMapping[Tensor, Any]
 
-_VECTORS = ("d_prev", "accepted")
+_EARLIER = tuple(f"earlier_{i}" for i in range(1, EARLIER + 1))
+_VECTORS = ("d_prev", "accepted", *_EARLIER)
 _NUMBERS = ("iteration", "seed", "accepted_loss", "search_growth")
 _CARRIED = tuple(field.name for field in fields(Carry))
 _JUDGED = tuple(field.name for field in fields(Confirmation))
@@ -43,10 +44,7 @@ def read_memory(state: State, first: Tensor, parameters: ParameterVector, seed: 
     own, found = _layout(parameters, comm), tuple(numbers.get("layout", _whole(parameters)))
     vectors: dict[str, Tensor | None]
     if comm.as_parameters and found == _whole(parameters):
-        whole = {
-            "d_prev": read_vector(state, parameters, "d_prev", partial=True),
-            "accepted": read_vector(state, parameters, "accepted", partial=False),
-        }
+        whole = {key: read_vector(state, parameters, key, partial=key != "accepted") for key in _VECTORS}
         vectors = {key: None if x is None else comm.shard(x) for key, x in whole.items()}
     elif own == found:
         vectors = {key: numbers.get(f"{key}_part") for key in _VECTORS}
@@ -89,7 +87,8 @@ def memory_parts(memory: Memory) -> tuple[dict[str, Tensor | None], dict[str, in
     numbers = {key: getattr(memory, key) for key in _NUMBERS}
     for group in (memory.carry, memory.confirmation, memory.promise):
         numbers |= {} if group is None else asdict(group)
-    return {key: getattr(memory, key) for key in _VECTORS}, numbers
+    vectors = dict.fromkeys(_VECTORS) | dict(zip(_EARLIER, memory.earlier, strict=False))
+    return vectors | {"d_prev": memory.d_prev, "accepted": memory.accepted}, numbers
 
 
 def memory_of(vectors: Mapping[str, Tensor | None], numbers: Mapping[str, int | float]) -> Memory:
@@ -111,6 +110,7 @@ def memory_of(vectors: Mapping[str, Tensor | None], numbers: Mapping[str, int | 
         carry=Carry(**{key: float(numbers[key]) for key in _CARRIED}) if _CARRIED[0] in numbers else None,
         confirmation=Confirmation(**{key: float(numbers[key]) for key in _JUDGED}) if _JUDGED[0] in numbers else None,
         promise=Promise(**{key: float(numbers[key]) for key in _PROMISED}) if _PROMISED[0] in numbers else None,
+        earlier=tuple(x for key in _EARLIER if (x := vectors.get(key)) is not None),
     )
 
 

@@ -51,7 +51,7 @@ def unmoved(objective: Objective, memory: Memory) -> bool:
 
 def undone(memory: Memory) -> Memory:
     """The memory after going back: no last step, and a larger C."""
-    return replace(memory, d_prev=None, accepted=None, search_growth=memory.search_growth + 1)
+    return replace(memory, d_prev=None, earlier=(), accepted=None, search_growth=memory.search_growth + 1)
 
 
 def grown(memory: Memory, draw_sets: Callable[[Memory], StepSets]) -> tuple[Memory, StepSets, list[str]]:

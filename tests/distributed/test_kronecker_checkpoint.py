@@ -28,10 +28,10 @@ def build(group: Any = None, reproducible: int = 0, **settings: Any) -> tuple[nn
     return model, KSD(model.parameters(), **{**DEEP, **settings}, process_group=ranks)
 
 
-def steps(model: nn.Module, optimizer: KSD, count: int) -> list[float]:
+def steps(model: nn.Module, optimizer: KSD, count: int, start: int = 60) -> list[float]:
     generator = torch.Generator().manual_seed(1)
     data = torch.randint(5, (300, 4), generator=generator), torch.randint(3, (300,), generator=generator)
-    sets = Growing(data, batch_size=30, start=60, seed=0)
+    sets = Growing(data, batch_size=30, start=start, seed=0)
 
     def closure(batch: Any) -> tuple[Tensor, Tensor]:
         z = model(batch[0])
@@ -40,7 +40,9 @@ def steps(model: nn.Module, optimizer: KSD, count: int) -> list[float]:
     return [optimizer.step(closure, sets).loss for _ in range(count)]
 
 
-def run(group: Any, begin: str | None, count: int, end: str | None, reproducible: int = 0) -> dict[str, Any]:
+def run(
+    group: Any, begin: str | None, count: int, end: str | None, reproducible: int = 0, start: int = 60
+) -> dict[str, Any]:
     """Some steps, from a checkpoint if one is named, and to another one."""
     model, optimizer = build(group, reproducible)
     if begin is not None:
@@ -48,7 +50,7 @@ def run(group: Any, begin: str | None, count: int, end: str | None, reproducible
     loaded = dict(optimizer.factors)
     losses, ages = [], []
     for _ in range(count):
-        losses += steps(model, optimizer, 1)
+        losses += steps(model, optimizer, 1, start)
         ages.append(float(optimizer.factors["age"]))
     if end is not None:
         checkpoint.save(end, model, optimizer)
@@ -70,16 +72,24 @@ def pause(ages: list[float]) -> int:
     return next(k for k in range(8, END) if ages[k] > 0)
 
 
+def _saved(path: Path) -> list[str]:
+    """The tensors of the checkpoint there."""
+    (manifest,) = path.rglob(MANIFEST)
+    return list(json.loads(manifest.read_text())["tensors"])
+
+
 def inverses(factors: Mapping[str, Tensor]) -> set[str]:
     return {name for name in factors if name.endswith("_inverse")}
 
 
-@pytest.mark.parametrize("R", [1, 2, 3])
-def test_a_resumed_run_takes_the_same_steps(pool: Pool, tmp_path: Path, R: int) -> None:
-    whole = pool.run(R, run, None, END, None)
+@pytest.mark.parametrize(("R", "start"), [(1, 60), (2, 60), (3, 60), (2, 300)])  # 300 is all: there are earlier steps
+def test_a_resumed_run_takes_the_same_steps(pool: Pool, tmp_path: Path, R: int, start: int) -> None:
+    work = functools.partial(run, start=start)
+    whole = pool.run(R, work, None, END, None)
     stop = pause(whole[0]["ages"])
-    first = pool.run(R, run, None, stop, str(tmp_path))
-    rest = pool.run(R, run, str(tmp_path), END - stop, None)
+    first = pool.run(R, work, None, stop, str(tmp_path))
+    rest = pool.run(R, work, str(tmp_path), END - stop, None)
+    assert any("earlier_5" in name for name in _saved(tmp_path)) == (start == 300)
     every = set().union(*(inverses(rank["factors"]) for rank in first))
     for a, b, c in zip(whole, first, rest, strict=True):
         assert inverses(c["loaded"]) == every

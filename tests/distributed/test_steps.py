@@ -34,6 +34,7 @@ CASES: dict[str, dict[str, Any]] = {
     "kronecker": {"preconditioner": "kronecker", "weight_decay": 1e-2},
     "kronecker, sets that grow": {**DEEP, "growing": 20, "steps": 16},
     "kronecker, a model that promises too much": {**DEEP, "kind": "cube", "n": 400, "growing": 300},
+    "kronecker, all samples and earlier steps": {**DEEP, "growing": 103, "steps": 9},
     "kronecker, ranks without samples of B": {**DEEP, "growing": 3, "batch_size": 1},
     "rational, ranks without samples of B and C": {"basis": "rational", "n": 9, "batch_size": 1, "steps": 3},
 }

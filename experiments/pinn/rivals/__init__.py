@@ -38,13 +38,13 @@ METHODS: Mapping[str, Method] = {
 
 #: Settings to tune, every combination of them; the rational basis runs with its defaults.
 GRIDS: Mapping[str, Mapping[str, Sequence[Any]]] = {
-    "ksd-krylov": {"krylov_dim": (20, 50)},
+    "ksd-krylov": {"krylov_dim": (20, 50, 100)},
     "adam-lbfgs": {"adam_steps": (30, 100, 500), "lr": (1e-3, 5e-3, 2e-2)},
-    "soap": {"lr": (1e-3, 3e-3, 1e-2), "frequency": (10,)},
+    "soap": {"lr": (1e-3, 3e-3, 1e-2, 3e-2), "frequency": (10,)},
     "lm": {"start": (1e-6, 1e-4, 1e-2), "down": (3.0, 10.0, 30.0)},
     "bfgs": {"adam_steps": (0, 200, 1000), "lr": (1e-3,)},
     "ssbroyden": {"adam_steps": (0, 200, 1000), "lr": (1e-3, 5e-3)},
     "engd": {"damping": (1e-8, 1e-6, 1e-4), "rows": (500, ALL)},
     "spring": {"damping": (1e-8, 1e-6, 1e-4, 1e-2), "rows": (250, 500)},
-    "nncg": {"damping": (1e-5, 1e-4, 1e-3, 1e-2), "cg_iterations": (50,)},
+    "nncg": {"damping": (1e-6, 1e-5, 1e-4, 1e-3, 1e-2), "cg_iterations": (50,)},
 }
