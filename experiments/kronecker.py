@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -24,9 +25,6 @@ class _NeverGrowing(Growing):
         return super().draw(iteration, **{**how, "search_growth": 0, "model_growth": 0})
 
 
-_MUCH = 1 << 50  # bytes: any budget keeps earlier steps out of the basis
-
-
 def ksd(problem: Problem, model: nn.Module, seed: int, settings: KroneckerSettings) -> Method:
     """``KSD(**DEEP)`` on ``Growing`` sets; settings other than their defaults are for ablations."""
     options: dict[str, Any] = {**DEEP, "krylov_dim": settings.krylov_dim, "seed": seed}
@@ -36,9 +34,9 @@ def ksd(problem: Problem, model: nn.Module, seed: int, settings: KroneckerSettin
         options["preconditioner"] = None if settings.preconditioner == "none" else settings.preconditioner
     if settings.searches:
         options["search"] = Search(evaluations=8)
-    if not settings.earlier:
-        options["memory_budget"] = _MUCH
     optimizer = KSD(model.parameters(), weight_decay=problem.weight_decay, **options)
+    if not settings.earlier:  # no setting: users need none
+        optimizer._settings = dataclasses.replace(optimizer._settings, earlier=0)
     kind = Growing if settings.grows else _NeverGrowing
     sets = kind(problem.train, batch_size=problem.batch_size, start=settings.start, seed=seed)
     return Stepping(optimizer, closure_of(problem, model), sets)

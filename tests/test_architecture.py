@@ -270,7 +270,7 @@ ALLOWED: dict[str, set[str]] = {
     "checking.difference": {"checking.doubled", "checking.problem", "closure"},
     "checking.locate": {"checking.naming", "checking.problem", "checking.trace", "closure"},
     "checking.choice": {"checking.finding", "checking.problem", "optimizer", "rational", "sketch"},
-    "checking.memory": {"budget", "checking.finding", "checking.problem", "curvature", "kronecker_memory"},
+    "checking.memory": {"basis", "budget", "checking.finding", "checking.problem", "curvature", "kronecker_memory"},
     "checking.parameters": {
         "checking.finding",
         "checking.naming",

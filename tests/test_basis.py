@@ -141,6 +141,22 @@ def test_one_krylov_vector_has_its_curvature_at_once(previous: str) -> None:
     assert (at_once.krylov_dim, V.m) == (1, 2 if previous == "another" else 1)
 
 
+def test_several_previous_steps_and_what_is_of_no_use_among_them() -> None:
+    H, D, g, d_prev = setup(20)
+    generator = torch.Generator().manual_seed(5)
+    another = torch.randn(20, generator=generator, dtype=g.dtype)
+    steps = [d_prev, 2 * d_prev - g / D, torch.zeros_like(g), another, another * torch.inf]
+    V = Rows(6, g)
+    found = shortest_basis(lambda V: V.tensor() @ H @ V.tensor().T, lambda w: w / D, g, steps, V, SingleProcess())
+    assert found is not None
+    assert (found.krylov_dim, V.m, found.finite) == (1, 3, False)
+    rows = V.tensor()
+    torch.testing.assert_close(rows @ rows.T, torch.eye(3, dtype=g.dtype))
+    for vector in (g / D, d_prev, another):
+        torch.testing.assert_close(rows.T @ (rows @ vector), vector)
+    torch.testing.assert_close(found.H, rows @ H @ rows.T)
+
+
 def test_one_krylov_vector_without_a_finite_curvature_is_left_to_products() -> None:
     H, D, g, d_prev = setup(20)
     V = Rows(2, g)

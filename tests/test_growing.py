@@ -233,9 +233,58 @@ def test_earlier_steps_join_the_basis_once_a_has_all_samples() -> None:
         for d in taken[:7]:
             assert abs(float(g @ d)) < 1e-6 * float(g.norm() * d.norm())
     bounded, few = KSD(model.parameters(), **damped, memory_budget=10**9), KSD(model.parameters(), **damped)
-    for _ in range(4):
-        assert len(bounded.step(closure_of(model), sets).ritz_values) <= 2  # they have no room in the budget
-        assert len(few.step(closure_of(model), Growing((x, y), batch_size=60, start=30, seed=0)).ritz_values) <= 2
+    others = KSD(model.parameters(), **damped, curvature="hessian")
+    some = Growing((x, y), batch_size=60, start=30, seed=0)
+    for rows in (1, 2, 2, 2):
+        for changed, drawn in ((bounded, sets), (few, some), (others, sets)):
+            with torch.no_grad():
+                model.weight.add_(1.0)  # away from where others have led
+            assert len(changed.step(closure_of(model), drawn).ritz_values) == rows
+            assert "earlier_1" not in changed.state[model.weight]
+    assert "earlier_5" in optimizer.state[model.weight]
+    assert len(optimizer.step(closure_of(model), some).ritz_values) == 2  # A has not all samples
+    assert "earlier_1" not in optimizer.state[model.weight]
+
+
+def test_a_step_that_is_not_taken_ends_what_came_before() -> None:
+    x, y = regression(60, 0.0)
+    torch.manual_seed(0)
+    model = nn.Linear(12, 2).double()
+    optimizer, sets = KSD(model.parameters(), **DEEP), Growing((x, y), batch_size=60, start=60, seed=0)
+    seen = False
+    for _ in range(30):
+        report = optimizer.step(closure_of(model), sets)
+        remembered = {key for key in optimizer.state[model.weight] if key.startswith(("earlier", "d_prev"))}
+        if report.search_loss_after < report.search_loss_before:
+            seen |= "earlier_1" in remembered
+        else:
+            assert not remembered
+            break
+    else:
+        pytest.fail("there was always something left to gain")
+    assert seen
+
+
+class Statistics:
+    """Counts the samples that it is given."""
+
+    def __init__(self) -> None:
+        self.samples: list[int] = []
+
+    def refresh(self, objective: Any, batches: Any, factors: Any, key: Any, noise: float = 1.0) -> tuple[None, Any]:
+        self.samples.append(sum(batch.samples for batch in batches))
+        return None, {}
+
+
+def test_statistics_leave_the_doublings_of_b_out() -> None:
+    w = nn.Parameter(torch.tensor([0.1], dtype=F64))
+    x = torch.rand(3000, 1, generator=torch.Generator().manual_seed(0), dtype=F64) + 1
+    statistics = Statistics()
+    optimizer = KSD([w], **{**DEEP, "preconditioner": statistics})
+    sets = Growing((x,), batch_size=3000, seed=0)
+    sizes = [optimizer.step(cube(w), sets).set_sizes["B"] for _ in range(3)]
+    assert sizes[-1] > 64
+    assert statistics.samples == [64, 64, 64]
 
 
 @pytest.mark.parametrize("start", [50, 500])  # with 500, A has all samples, and steps before the last are remembered

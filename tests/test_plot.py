@@ -271,6 +271,18 @@ def test_coefficients_are_placed_by_vector_whatever_a_step_had() -> None:
     assert bottom > top  # the first vector is on top
 
 
+def test_several_previous_steps_have_rows_of_their_own() -> None:
+    ax = plot.coefficients(
+        [record(0, krylov_dim=1, coefficients=[1.0, 2.0]), record(1, krylov_dim=1, coefficients=[1.0, 2.0, 3.0, 4.0])]
+    )
+    names = ["1", "previous", "… 1 before", "… 2 before"]
+    assert [label.get_text() for label in ax.get_yticklabels()] == names
+    (mesh,) = [artist for artist in ax.collections if isinstance(artist, QuadMesh)]
+    array: Any = mesh.get_array()
+    shown = np.ma.filled(array, math.nan).reshape(4, 2)
+    assert np.array_equal(shown, [[1, 1], [2, 2], [math.nan, 3], [math.nan, 4]], equal_nan=True)
+
+
 def test_the_colours_of_coefficients_span_six_decades_at_most() -> None:
     ax = plot.coefficients([record(0, coefficients=[1.0, 1e-3, 1e-30])])
     (mesh,) = [artist for artist in ax.collections if isinstance(artist, QuadMesh)]

@@ -52,10 +52,11 @@ def _cells(runs: Sequence[Run], target: float) -> list[str]:
 
 
 def _cost(found: Sequence[Reach]) -> list[str]:
-    cost = statistics.median(r.cost for r in found) if found else math.nan
-    if math.isnan(cost):
-        return ["falls ever faster", "–"]
+    known = [r for r in found if not math.isnan(r.cost)]
+    if not known:
+        return ["falls ever faster" if found else "not finite", "–"]
+    cost = statistics.median(r.cost for r in known)
     if math.isinf(cost):
         return ["no longer falls", "–"]
-    least = "≥ " * any(r.extrapolated for r in found)
+    least = "≥ " * any(r.extrapolated and r.cost <= cost for r in known)
     return [f"{least}{cost:.2g}", f"{least}{cost / NAG:.2g}"]

@@ -181,7 +181,7 @@ def shortest_basis(
 
     None where something is not finite, or nothing is left of D⁻¹g; g is left as it is.
 
-    Deviation from the paper: there may be several previous steps (V has a row more). Where curvature changes, or is
+    Deviation from the paper: there may be several previous steps (V has a row for each). Where curvature changes, or is
     that of few samples, the last one has not all that earlier ones found; each costs one Jv.
     """
     basis = _Basis(V, 1 + len(previous), None, comm)

@@ -14,7 +14,7 @@ from krylov_descent.sample_set import SampleSet
 _FACTOR = 1.5  # of one growth
 _PART = 8  # C is an eighth of A: enough to tell whether a step holds there, while its slope is no less than noise
 _LEAST = 64  # samples in B and C, if A has as many, while the model does not promise too much
-_MOST = 512  # samples in B: averages over steps, and two directions, need no more
+_MOST = 512  # samples in B: averages over steps, and few directions, need no more
 
 
 class Growing(Subsets):

@@ -86,7 +86,7 @@ class KroneckerPreconditioner:
 
         Args:
             objective: what is evaluated; its parameters are those of the factors.
-            batches: this rank's micro-batches of B.
+            batches: this rank's micro-batches of B, or of a part of it.
             factors: what the last call returned, or None at first; left as it is.
             key: seeds the random signs.
             noise: ν, of the gradient, relative to that of which one half is signal.

@@ -23,7 +23,7 @@ _ANYTHING = 1 << 62  # a budget that keeps everything and still measures
 
 @dataclass(eq=False)
 class KrylovBuilder:
-    """Builds span{(D⁻¹H)^k D⁻¹g} ∪ {d_prev}; owns the buffer of V, which every step reuses."""
+    """Builds span{(D⁻¹H)^k D⁻¹g} ∪ {d_prev}, with K = 1 and earlier steps; owns V's buffer, which all steps reuse."""
 
     kind: type[MicrobatchGraph]
     krylov_dim: int
@@ -47,14 +47,16 @@ class KrylovBuilder:
         Products are written over g: by the first of them, the basis has begun and g is needed no more.
         """
         K = min(self.krylov_dim, objective.parameters.count)
-        previous = () if d_prev is None else (d_prev, *turn.earlier[: self.earlier])
-        rows = K + max(1, len(previous))
+        at_once = self._at_once and objective.comm.bounds(len(g)) is not None
+        earlier = turn.earlier if at_once else ()
+        rows = K + 1 + EARLIER * bool(earlier)
         if self._V is None or not self._V.holds(rows, g):
             self._V = None  # free the old one first
             self._V = Rows(rows, g, self.storage.dtype, self.storage.device)
         need = self._need(objective)
         product = CurvatureProduct(self.kind, objective, batches, None if need is None else need.for_graphs, g)
-        if K == 1 and issubclass(self.kind, GaussNewtonGraph) and objective.comm.bounds(len(g)) is not None:
+        if at_once:
+            previous = () if d_prev is None else (d_prev, *earlier)
             subspace = shortest_basis(product.within, precondition, g, previous, self._V, objective.comm)
             if subspace is not None:
                 objective.tell(Progress("basis", 1 + len(previous), 1 + len(previous)))
@@ -65,7 +67,12 @@ class KrylovBuilder:
     @property
     def earlier(self) -> int:
         """Steps before the last one that are of use: they are rows of V, for which a budget may have no room."""
-        return EARLIER if self.krylov_dim == 1 and self.memory_budget is None else 0
+        return EARLIER if self._at_once and self.memory_budget is None else 0
+
+    @property
+    def _at_once(self) -> bool:
+        """Whether all of H̄ comes from Jv, unless parameters are on a mesh."""
+        return self.krylov_dim == 1 and issubclass(self.kind, GaussNewtonGraph)
 
     @property
     def rows(self) -> Rows | None:

@@ -14,7 +14,8 @@ Deviations from the paper:
    earlier steps.
 5. Line 3: sets that grow do so by how much of the last steps fresh samples confirm, and by what the loss on C says of
    the model (confirmation.py); steps on them are only undone where the loss is not finite.
-6. Lines 9-12: ``Search(model=...)`` takes the minimum of the quadratic model, with the gradient on A, where C agrees.
+6. Line 6: on sets that have grown to all samples, steps before the last one are adjoined, too.
+7. Lines 9-12: ``Search(model=...)`` takes the minimum of the quadratic model, with the gradient on A, where C agrees.
 """
 
 from __future__ import annotations
@@ -184,6 +185,7 @@ def _descend(
         )
     name = "none" if on_A.precondition is None else _name(preconditioner)
 
+    all_grown = draw.grows and draw.covers_all  # before that, nothing was gained along steps before the last
     subspace: Subspace | None = None
     # Compiled passes round otherwise: what the search compares comes from one of the two.
     known = (losses.mean, g) if draw.searches_all and objective.compiled is None else None
@@ -196,7 +198,7 @@ def _descend(
             d_prev = None
         g = g if kept is None else g.clone()  # the builder may write over it
         together(comm, lambda: len(draw.b))  # load it
-        turn = Turn(memory.seed, memory.iteration, memory.carry, memory.earlier)
+        turn = Turn(memory.seed, memory.iteration, memory.carry, memory.earlier if all_grown else ())
         subspace = settings.builder(objective, draw.b, on_A.precondition or (lambda w: w), g, d_prev, turn)  # line 6
         if confirmation is not None:
             bent = math.nan if last is None or d_prev is None else subspace.bend(last, comm)
@@ -257,8 +259,9 @@ def _descend(
     keep = d is not None and (draw.grows or (settings.rollback and not draw.searches_all))
     if confirmation is not None and d is not None and kept is not None:
         confirmation = replace(confirmation, slope=-_dot(comm, kept, d))
-    # Few samples would want other steps at every step: along earlier ones, nothing was gained there.
-    earlier = () if d is None or memory.d_prev is None or not (draw.grows and draw.covers_all) else (memory.d_prev,)
+    earlier: tuple[Tensor, ...] = ()
+    if all_grown and d is not None and memory.d_prev is not None and comm.bounds(parameters.numel) is not None:
+        earlier = (memory.d_prev, *memory.earlier)[: settings.earlier]
     promise = memory.promise
     if draw.grows and not math.isnan(found.agreement):
         promise = replace(promise or Promise(), agreement=found.agreement)
@@ -272,7 +275,7 @@ def _descend(
         confirmation=confirmation,
         promise=promise if draw.grows else None,
         factors=factors,
-        earlier=(*earlier, *memory.earlier)[: settings.earlier] if earlier else (),
+        earlier=earlier,
     )
 
 

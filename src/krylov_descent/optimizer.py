@@ -48,7 +48,8 @@ PAPER: dict[str, Any] = {
     "rollback": False,
 }
 
-#: For deep networks and much data, with ``Growing`` sets: many steps, each along one direction and the last step.
+#: For deep networks and much data, with ``Growing`` sets: many steps, each along one direction and the last step, and
+#: five before it once A has all samples.
 DEEP: dict[str, Any] = {"krylov_dim": 1, "preconditioner": "kronecker", "search": Search(evaluations=8, model=0.1)}
 
 
@@ -61,7 +62,8 @@ class KSD(ClosureOptimizer):
     Args:
         params: parameters or parameter groups; a group may have its own ``weight_decay``. Frozen parameters
             (``requires_grad=False``) are left alone. The groups' ``lr`` is inert, for trainers that read it.
-        krylov_dim: K, the Krylov vectors of a step; 20 is the paper's. Memory is K+1 vectors of all parameters.
+        krylov_dim: K, the Krylov vectors of a step; 20 is the paper's. Memory is K+1 vectors of all parameters;
+            with K = 1, ten more once ``Growing`` sets have all samples and there is no ``memory_budget``.
         basis: "krylov", the paper's; "rational", a Gauss–Newton direction gathered from sketches of the Jacobian and
             followed in short pieces, for physics-informed networks in float64 with up to some ten thousand
             parameters (``Rational`` has its settings).

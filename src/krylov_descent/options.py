@@ -91,7 +91,7 @@ class Options:
         if self.basis != "krylov":
             given = None  # a damped step needs none: it has the curvature itself
         prepared = given.prepare() if isinstance(given, (Fisher, Kronecker)) else given
-        earlier = builder.earlier if isinstance(builder, KrylovBuilder) else 0
+        earlier = builder.earlier if isinstance(builder, KrylovBuilder) and self.previous is not None else 0
         return Settings(builder, prepared, self.search, self.previous, self.rollback, earlier)
 
     def _given(self) -> Preconditioners | None:

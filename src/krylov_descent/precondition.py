@@ -36,7 +36,7 @@ class Preconditioner(Protocol):
 
 @runtime_checkable
 class RememberingPreconditioner(Protocol):
-    """A way to precondition by statistics of B, added to those of earlier steps.
+    """A way to precondition by statistics of B, or of a part of it, added to those of earlier steps.
 
     What it remembers under one name must be the same on all ranks that have it: a checkpoint stores it once, as a
     contiguous tensor, and gives it to all.
@@ -54,7 +54,7 @@ class RememberingPreconditioner(Protocol):
 
         Args:
             objective: f at the current point.
-            batches: this rank's micro-batches of B.
+            batches: this rank's micro-batches of that part.
             factors: what the last step got; never written to, as a step may fail.
             key: seeds whatever is random.
             noise: of the gradient on A, relative to that of one of which one half is signal.

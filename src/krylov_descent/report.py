@@ -94,7 +94,8 @@ class StepReport:
         preconditioner: what served as D: "fisher", "none", or the name of a custom one.
         notes: what else there is to know, one sentence each.
         bytes_sent: what this rank sent to others; 0 in a single process.
-        coefficients: of the step in the basis vectors: the Krylov vectors first, then the previous step.
+        coefficients: of the step in the basis vectors: the Krylov vectors first, then the previous step, and
+            with ``DEEP`` those before it, once A has all samples.
 
     Example:
         >>> import torch

@@ -100,8 +100,9 @@ def test_a_resumed_run_takes_the_same_steps(pool: Pool, tmp_path: Path, R: int, 
         assert all(torch.equal(x, c["factors"][name]) for name, x in a["factors"].items())
 
 
-def test_on_another_number_of_ranks(pool: Pool, tmp_path: Path) -> None:
-    work = functools.partial(run, reproducible=4)
+@pytest.mark.parametrize("start", [60, 300])
+def test_on_another_number_of_ranks(pool: Pool, tmp_path: Path, start: int) -> None:
+    work = functools.partial(run, reproducible=4, start=start)
     whole = pool.run(4, work, None, END, None)[0]
     stop = pause(whole["ages"])
     pool.run(4, work, None, stop, str(tmp_path / "four"))

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
+from krylov_descent.basis import EARLIER
 from krylov_descent.budget import Need, Storage, at_hand, share
 from krylov_descent.checking.finding import Finding, bytes_in_words
 from krylov_descent.checking.problem import Problem
@@ -35,10 +36,18 @@ def memory(problem: Problem, available: int | None) -> Iterator[Finding]:
     detail += f"factors {'of' if deep else 'with'} preconditioner='kronecker' up to {bytes_in_words(factors)}"
     basis = need[chosen].basis
     held = basis + factors * deep
-    if available is None or held + graphs <= budget:
+    # Earlier steps, and their rows in V; with a budget there are none.
+    later = 2 * EARLIER * problem.parameters.numel * problem.parameters.dtype.itemsize if deep else 0
+    detail += f"; earlier steps, once A has all samples, {bytes_in_words(later)}" if deep else ""
+    if available is None or held + later + graphs <= budget:
         yield Finding("memory", "ok", detail)
         return
     detail += f"; at hand {bytes_in_words(available)}"
+    if held + graphs <= budget:
+        problem.line["memory_budget"] = str(budget)
+        remedy = f"KSD(memory_budget={budget}) leaves earlier steps out of the basis."
+        yield Finding("memory", "warn", f"{detail}: earlier steps may not fit", remedy)
+        return
     if held <= budget:
         problem.line["memory_budget"] = str(budget)
         remedy = (

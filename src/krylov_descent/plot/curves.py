@@ -139,9 +139,9 @@ def ritz(reports: Iterable[Report], ax: Axes | None = None) -> Axes:
     """The Ritz values of each step: the curvature that the gradient sees, not the spectrum of the whole matrix.
 
     They are the eigenvalues of the curvature within the step's basis: the Krylov space of the gradient
-    (preconditioned, if there is a preconditioner) and the previous step. Directions in which the gradient has no part
-    do not appear. Negative ones, which the Hessian has, are shown by their size with a mark of their own. Values below
-    1e-12 of the step's largest are rounding, and are left out.
+    (preconditioned, if there is a preconditioner) and the previous step, or steps. Directions in which the gradient
+    has no part do not appear. Negative ones, which the Hessian has, are shown by their size with a mark of their own.
+    Values below 1e-12 of the step's largest are rounding, and are left out.
 
     Args:
         reports: ``StepReport``s, or dicts as of ``read``.

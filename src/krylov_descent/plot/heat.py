@@ -19,8 +19,8 @@ def coefficients(reports: Iterable[Report], ax: Axes | None = None) -> Axes:
     """The size of the coefficients that made each step, a row for each basis vector.
 
     Rows are the Krylov vectors in the order in which they were built, then the previous step (its part that is
-    orthogonal to them). The basis is orthonormal, so a coefficient is the length of the step along that vector. Cells
-    are blank where a step had no such vector, or did not move along it.
+    orthogonal to them), and those before it where there are some. The basis is orthonormal, so a coefficient is the
+    length of the step along that vector. Cells are blank where a step had no such vector, or did not move along it.
 
     Args:
         reports: ``StepReport``s, or dicts as of ``read``.
@@ -49,20 +49,22 @@ def coefficients(reports: Iterable[Report], ax: Axes | None = None) -> Axes:
     if not sizes:
         nothing(ax, "these reports have no coefficients")
         return ax
-    K = len(table) - 1
+    K = _krylov_dim(records)
+    previous = len(table) - K
     top = max(sizes)
     bottom = max(min(sizes), top * 10.0**-_DECADES)
     # Cells that are as large as the smallest one shown, and no larger, still need a scale that has some length.
     norm = LogNorm(bottom if bottom < top else top / 10, top, clip=True)
     borders = edges(steps(records))
-    rows = [k - 0.5 for k in range(1, K + 3)]
+    rows = [k - 0.5 for k in range(1, len(table) + 2)]
     mesh = ax.pcolormesh(borders, rows, table, norm=norm, cmap=MAP, rasterized=True)
     ax.set_facecolor(BLANK)
     ax.axhline(K + 0.5, color="#FFFFFF", linewidth=2.0)
     ax.set_xlim(borders[0], borders[-1])
-    ax.set_ylim(K + 1.5, 0.5)
+    ax.set_ylim(len(table) + 0.5, 0.5)
     shown = _ticks(K)
-    ax.set_yticks([*shown, K + 1], [*map(str, shown), "previous"])
+    names = ["previous", *(f"… {k} before" for k in range(1, previous))]
+    ax.set_yticks([*shown, *range(K + 1, len(table) + 1)], [*map(str, shown), *names])
     whole_steps(ax)
     bar = ax.figure.colorbar(mesh, ax=ax, pad=0.02, extend="min" if min(sizes) < bottom else "neither")
     bar.set_label("|coefficient|", fontsize=9)
@@ -71,15 +73,21 @@ def coefficients(reports: Iterable[Report], ax: Axes | None = None) -> Axes:
 
 
 def _table(records: Sequence[Record]) -> list[list[float]]:
-    """Rows 1 … K and the previous step's, a column for each step; NaN where there is nothing to show."""
-    K = max(int(record.get("krylov_dim") or 0) for record in records)
-    table = [[math.nan] * len(records) for _ in range(K + 1)]
-    for i, record in enumerate(records):
-        own = int(record.get("krylov_dim") or 0)
-        for k, c in enumerate(numbers(record, "coefficients")):
-            if k <= own and math.isfinite(c) and c != 0:
-                table[k if k < own else K][i] = abs(c)
+    """Rows 1 … K and those of previous steps, a column for each step; NaN where there is nothing to show."""
+    K = _krylov_dim(records)
+    own = [int(record.get("krylov_dim") or 0) for record in records]
+    found = [numbers(record, "coefficients") for record in records]
+    previous = max(1, *(len(cs) - k for cs, k in zip(found, own, strict=True)))
+    table = [[math.nan] * len(records) for _ in range(K + previous)]
+    for i, cs in enumerate(found):
+        for k, c in enumerate(cs):
+            if math.isfinite(c) and c != 0:
+                table[k if k < own[i] else K + k - own[i]][i] = abs(c)
     return table
+
+
+def _krylov_dim(records: Sequence[Record]) -> int:
+    return max(int(record.get("krylov_dim") or 0) for record in records)
 
 
 def _ticks(K: int) -> list[int]:

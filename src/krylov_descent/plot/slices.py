@@ -154,7 +154,10 @@ def _compare(value: float, record: Record, optimizer: KSD) -> None:
 
 
 def _name(k: int, record: Record) -> str:
-    return f"Krylov vector {k + 1}" if k < int(record.get("krylov_dim") or 0) else "the previous step"
+    before = k - int(record.get("krylov_dim") or 0)
+    if before < 0:
+        return f"Krylov vector {k + 1}"
+    return f"the step {before} before the previous" if before else "the previous step"
 
 
 def _contours(ax: Axes, places: Sequence[Sequence[float]], values: Sequence[Sequence[float]], what: str) -> None:
