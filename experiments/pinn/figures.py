@@ -214,6 +214,7 @@ def _legend(drawn: Figure, group: Group) -> None:
 
 
 def _title(text: str, group: Group) -> str:
-    count = max(len(runs) for by in group.runs.values() for runs in by.values())
-    seeds = f"median of {count} seeds" if count > 1 and text.startswith("Error") else ""
+    counts = {len(runs) for by in group.runs.values() for runs in by.values()}
+    most = f"up to {max(counts)}" if len(counts) > 1 else f"{max(counts)}"
+    seeds = f"median of {most} seeds" if max(counts) > 1 and text.startswith("Error") else ""
     return f"{text}: {', '.join(part for part in (f'network {group.network}, {group.seconds:g} s', seeds) if part)}"
