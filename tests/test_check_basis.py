@@ -173,3 +173,26 @@ def test_sets_that_grow_go_with_what_is_made_for_them(krylov_dim: int) -> None:
     scope: dict[str, Any] = {"model": model}
     exec(report.line, scope)
     assert scope["optimizer"].step(closure, sets).preconditioner == "kronecker"
+
+
+def test_earlier_steps_that_may_not_fit_are_left_out_by_a_budget() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 2)).double()
+    x = torch.randn(200, 8, dtype=torch.float64)
+
+    def closure(batch: Any) -> tuple[Tensor, Tensor]:
+        z = model(batch)
+        return z.square().mean(), z
+
+    sets = Growing(x, batch_size=50, start=200, seed=0)
+    memory: dict[str, list[str]] = {"ok": [], "warn": []}
+    for available in (10**9, 660_000):  # 540 KiB are needed with them, 485 without, and a fifth is left free
+        report = check(closure, model, sets, available_memory=available)
+        found = next(finding for finding in report.findings if finding.name == "memory")
+        memory[found.status].append(found.detail)
+        scope: dict[str, Any] = {"model": model}
+        exec(report.line, scope)
+        rows = [len(scope["optimizer"].step(closure, sets).ritz_values) for _ in range(4)]
+        assert max(rows) == (4 if available == 10**9 else 2)
+    assert len(memory["ok"]) == len(memory["warn"]) == 1
+    assert "earlier steps may not fit" in memory["warn"][0]

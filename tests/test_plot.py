@@ -280,7 +280,8 @@ def test_several_previous_steps_have_rows_of_their_own() -> None:
     (mesh,) = [artist for artist in ax.collections if isinstance(artist, QuadMesh)]
     array: Any = mesh.get_array()
     shown = np.ma.filled(array, math.nan).reshape(4, 2)
-    assert np.array_equal(shown, [[1, 1], [2, 2], [math.nan, 3], [math.nan, 4]], equal_nan=True)
+    expected = [[1.0, 1.0], [2.0, 2.0], [math.nan, 3.0], [math.nan, 4.0]]
+    assert np.array_equal(shown, expected, equal_nan=True)
 
 
 def test_the_colours_of_coefficients_span_six_decades_at_most() -> None:

@@ -48,7 +48,7 @@ class KrylovBuilder:
         """
         K = min(self.krylov_dim, objective.parameters.count)
         at_once = self._at_once and objective.comm.bounds(len(g)) is not None
-        earlier = turn.earlier if at_once else ()
+        earlier = turn.earlier[: self.earlier] if at_once and d_prev is not None else ()
         rows = K + 1 + EARLIER * bool(earlier)
         if self._V is None or not self._V.holds(rows, g):
             self._V = None  # free the old one first
