@@ -151,6 +151,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "jacobian": set(),
     "row_choice": {"closure", "data", "jacobian", "objective", "output_hessian"},
+    "row_writing": {"jacobian", "objective"},
     "sketch": {
         "closure",
         "curvature.gauss_newton",
@@ -160,6 +161,7 @@ ALLOWED: dict[str, set[str]] = {
         "objective",
         "output_hessian",
         "row_choice",
+        "row_writing",
     },
     "flow": {"basis", "distributed"},
     "rational": {"basis", "budget", "data", "distributed", "flow", "objective", "rows", "sketch"},

@@ -265,6 +265,17 @@ def test_a_step_that_is_not_taken_ends_what_came_before() -> None:
     assert seen
 
 
+@pytest.mark.parametrize(("batch_size", "kept"), [(50, True), (20, False)])
+def test_a_large_a_is_streamed(batch_size: int, kept: bool) -> None:
+    """Nobody can hold much data at once: eight micro-batches at most."""
+    data = regression(400, 1.0)
+    draw = Growing(data, batch_size=batch_size, start=400, seed=0).draw(0, krylov_dim=1)
+    assert draw.covers_all
+    first, second = (list(draw.a) for _ in range(2))
+    assert (first[0] is second[0]) == kept
+    assert sum(len(batch.data[0]) for batch in second) == 400
+
+
 class Statistics:
     """Counts the samples that it is given."""
 

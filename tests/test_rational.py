@@ -11,16 +11,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from krylov_descent import KSD, Rational, Subsets
+from krylov_descent import DEEP, KSD, Rational, Subsets
 from krylov_descent.basis import Carry, Family, Starts, Turn
 from krylov_descent.curvature import CURVATURES
 from krylov_descent.distributed import SingleProcess
 from krylov_descent.krylov import KrylovBuilder
-from krylov_descent.rational import RationalBuilder, finite_rows, sketch_bytes
+from krylov_descent.rational import RationalBuilder, sketch_bytes
 from krylov_descent.report import StopReason
 from krylov_descent.sample_set import Microbatch
 from krylov_descent.search import best_start, climb
-from krylov_descent.sketch import Sketcher
+from krylov_descent.sketch import Sketcher, finite_rows
 from tests.least_squares import F64, Closure, dense, mlp, objective_of, pinn
 
 
@@ -285,3 +285,41 @@ def test_the_flow_knows_weight_decay() -> None:
     ridge = torch.linalg.solve(design.T @ design / 20 + 0.5 * torch.eye(7, dtype=F64), design.T @ y / 20)
     found = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
     torch.testing.assert_close(found, ridge[:, 0], atol=1e-6, rtol=0)
+
+
+def test_groups_decay_each_in_its_own_way() -> None:
+    """The decay of one group is no damping of the others."""
+    model, closure, design, y = linear()
+    weight, bias = model.parameters()
+    groups = [{"params": [weight], "weight_decay": 0.5}, {"params": [bias], "weight_decay": 0.0}]
+    optimizer = KSD(groups, basis="rational")
+    for _ in range(200):
+        optimizer.step(closure)
+    c = torch.full((7,), 0.5, dtype=F64)
+    c[weight.numel() :] = 0
+    ridge = torch.linalg.solve(design.T @ design / 20 + c.diag(), design.T @ y / 20)
+    found = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+    torch.testing.assert_close(found, ridge[:, 0], atol=1e-6, rtol=0)
+
+    losses = []
+    for decay in (0.0, 1.0):  # of a parameter that is zero and stays it
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(1, 10), nn.Tanh(), nn.Linear(10, 1)).double()
+        aside = nn.Parameter(torch.zeros(1, dtype=F64))
+        x = torch.linspace(-1, 1, 60, dtype=F64)[:, None]
+
+        def fit(net: nn.Module = net, aside: Tensor = aside, x: Tensor = x) -> tuple[Tensor, Tensor]:
+            r = net(x) - torch.sin(4 * x) + 0 * aside
+            return r.square().mean(), r
+
+        groups = [{"params": list(net.parameters()), "weight_decay": 0.0}, {"params": [aside], "weight_decay": decay}]
+        optimizer = KSD(groups, basis=Rational(rows=30))
+        for _ in range(30):
+            optimizer.step(fit)
+        losses.append(float(fit()[0].detach()))
+    assert losses[1] < 10 * losses[0]
+
+
+def test_what_the_rational_basis_has_no_use_for_is_refused() -> None:
+    with pytest.raises(ValueError, match="Leave one of the two out"):
+        KSD([nn.Parameter(torch.ones(2))], **{**DEEP, "basis": "rational"})

@@ -13,6 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from krylov_descent import KSD
 from krylov_descent.distributed import SingleProcess
+from krylov_descent.jacobian import OwnWeights
 from krylov_descent.objective import Objective
 from krylov_descent.output_hessian import output_roots
 from krylov_descent.parameters import ParameterVector
@@ -134,6 +135,55 @@ def joined() -> tuple[nn.Module, Closure]:
     return model, closure
 
 
+def averaged() -> tuple[nn.Module, Closure]:
+    """The third of three outputs has rows that depend on three points each, in no order."""
+    model, x = mlp(2, 5, 1), torch.rand(12, 2, dtype=F64)
+
+    def closure() -> tuple[Tensor, tuple[Tensor, ...]]:
+        u = model(x)[:, 0]
+        a, b, c = u[:4] - 1, u[4:8] + 1, u[torch.randperm(12, generator=torch.Generator().manual_seed(0))]
+        c = c.reshape(4, 3).mean(1)
+        return a.square().mean() + b.square().mean() + c.square().mean(), (a, b, c)
+
+    return model, closure
+
+
+def integral() -> tuple[nn.Module, Closure]:
+    """A number of its own: the mean over all points, 0-dimensional, beside residuals."""
+    model, x = mlp(2, 5, 1), torch.rand(12, 2, dtype=F64)
+
+    def closure() -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        u = model(x)[:, 0]
+        r, mass = u - 1, u.mean() - 0.3
+        return r.square().mean() + mass.square(), (r, mass)
+
+    return model, closure
+
+
+class Named(nn.Module):
+    """Linear layers whose arguments are passed by name, and one that nothing uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.unused = nn.Linear(4, 5), nn.Linear(5, 1), nn.Linear(20, 20)
+        self.scale = nn.Parameter(torch.tensor(0.7))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = nn.functional.linear(input=x, weight=self.first.weight, bias=self.first.bias)
+        return self.scale * nn.functional.linear(torch.tanh(h), self.second.weight, bias=self.second.bias)
+
+
+def named() -> tuple[nn.Module, Closure]:
+    torch.manual_seed(0)
+    model, x = Named().double(), torch.randn(9, 4, dtype=F64)
+
+    def closure() -> tuple[Tensor, Tensor]:
+        r = model(x) - x[:, :1]
+        return r.square().mean(), r
+
+    return model, closure
+
+
 @pytest.mark.parametrize(
     ("problem", "together"),
     [
@@ -147,6 +197,9 @@ def joined() -> tuple[nn.Module, Closure]:
         (joined, True),
         (lambda: mixed(4), True),
         (lambda: mixed(1), False),
+        (averaged, False),
+        (integral, True),
+        (named, True),
     ],
 )
 def test_all_rows_are_the_gauss_newton_matrix(problem: Callable[[], tuple[nn.Module, Closure]], together: bool) -> None:
@@ -158,6 +211,78 @@ def test_all_rows_are_the_gauss_newton_matrix(problem: Callable[[], tuple[nn.Mod
     torch.testing.assert_close(sketch.J.T @ sketch.rho, g)
     assert sketch.whole
     assert sketcher.together == together
+    assert ("backward pass each" in sketch.note) == (not together)
+    again = sketcher.draw(objective_of(model, closure), [Microbatch(None, None)], (1,))
+    assert not again.note
+    torch.testing.assert_close(again.J.T @ again.J, G)
+
+
+def test_rows_that_cancel_are_not_refuted() -> None:
+    """Of neighbouring points, in float32: their sum with changing signs is small beside what rounds."""
+    torch.manual_seed(0)
+    model, x = mlp(1, 20, 1).float(), torch.linspace(0, 1, 400)[:, None]
+
+    def closure() -> tuple[Tensor, Tensor]:
+        r = x * (1 - x) * model(x) - x.square()
+        return r.square().mean(), r
+
+    sketcher = Sketcher(10_000)
+    sketcher.draw(objective_of(model, closure), [Microbatch(None, None)], (0,))
+    assert sketcher.together
+
+
+def test_an_integral_takes_no_weights_for_every_point(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = mlp(2, 5, 1), torch.rand(3000, 2, dtype=F64)
+    numbers: list[int] = []
+    kept = OwnWeights._of
+
+    def counted(self: OwnWeights, p: Tensor, rows: int, s: int) -> Tensor:
+        numbers.append(s)
+        return kept(self, p, rows, s)
+
+    monkeypatch.setattr(OwnWeights, "_of", counted)
+
+    def closure() -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        u = model(x)
+        r, mass = u - 2, u.mean()[None] - 1
+        return r.square().mean() + mass.square().sum(), (r, mass)
+
+    sketch = Sketcher(40).draw(objective_of(model, closure), [Microbatch(None, None)], (0,))
+    assert max(numbers) <= 40
+    assert len(sketch.J) <= 42
+    report = KSD(model.parameters(), basis="rational").step(closure)
+    assert report.search_loss_after < report.search_loss_before
+
+
+def test_rows_without_a_second_derivative_are_left_out() -> None:
+    """|r|^1.5 has none at r = 0, as at a point of a hard constraint."""
+    model, x = mlp(1, 6, 1), torch.linspace(0, 1, 30, dtype=F64)[:, None]
+
+    def closure() -> tuple[Tensor, Tensor]:
+        r = x * (model(x) - torch.sin(3 * x))
+        return r.abs().pow(1.5).mean(), r
+
+    optimizer = KSD(model.parameters(), basis="rational")
+    first, *_, last = (optimizer.step(closure) for _ in range(30))
+    assert last.loss < 0.2 * first.loss
+
+    def nowhere() -> tuple[Tensor, Tensor]:
+        r = 0 * model(x)
+        return r.abs().pow(1.5).mean(), r
+
+    with pytest.raises(ValueError, match="nowhere finite"):
+        Sketcher(10).draw(objective_of(model, nowhere), [Microbatch(None, None)], (0,))
+
+
+def test_outputs_of_other_shapes_at_every_call_are_refused() -> None:
+    model, x, calls = mlp(2, 5, 1), torch.rand(40, 2, dtype=F64), iter(range(5, 40))
+
+    def closure() -> tuple[Tensor, Tensor]:
+        r = model(x[: next(calls)])
+        return r.square().mean(), r
+
+    with pytest.raises(ValueError, match="between steps, not in the closure"):
+        Sketcher(3).draw(objective_of(model, closure), [Microbatch(None, None)], (0,))
 
 
 @pytest.mark.parametrize("problem", [pinn, classifier, joined, inverse])

@@ -87,7 +87,7 @@ def require_outputs(evaluation: Evaluation, why: str) -> None:
     if not evaluation.outputs:
         raise ValueError(
             f"{why} needs the model's outputs, and the closure returned only the loss. {_REMEDY} "
-            "Or choose curvature='hessian', which needs the loss alone."
+            "Or choose basis='krylov' with curvature='hessian', which needs the loss alone."
         )
     require_attached(evaluation)
     _refuse_dependent(evaluation.outputs)
@@ -167,7 +167,7 @@ def require_weight(W: float) -> None:
     if W <= 0:
         raise ValueError(
             "The weights that the closure returned for a whole sample set sum to 0: every term is masked. "
-            "Drop samples without a target from the data set, or enlarge fraction."
+            "Drop samples without a target from the data set, or enlarge fraction (of Growing sets: start)."
         )
 
 

@@ -13,6 +13,7 @@ from krylov_descent.sample_set import Microbatch, SampleSet, Stream
 
 _PROBE_SAMPLES = 64
 _PARTS = 16
+_FEW = 8  # micro-batches of an A that is kept
 _RANDOM_SAMPLES = (
     "The data set is random: the same samples, loaded twice, have other values (random augmentation). A is loaded anew "
     "at every pass, so that a step may be undone, or kept, by chance. Draw what is random once for each index "
@@ -211,8 +212,12 @@ class Draw:
 
     @property
     def a(self) -> Iterable[Microbatch]:
-        """The micro-batches of A; every iteration loads them anew and may be interleaved with others."""
-        return self._kept_a if self.grows else Stream(self._source, self._a)
+        """The micro-batches of A; every iteration loads them anew and may be interleaved with others.
+
+        One that grows is kept as long as the Draw while it is small: a step that is undone passes over it again.
+        """
+        few = self._a.size <= _FEW * self._a.batch_size
+        return self._kept_a if self.grows and few else Stream(self._source, self._a)
 
     @functools.cached_property
     def _kept_a(self) -> Sequence[Microbatch]:

@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 _CHUNK = 64  # rows that take a backward pass each, at a time
+_SETS = 8  # rows of the inputs that a row of the outputs may come from
 _FEW = 32  # entries in no linear layer that take a derivative of a backward pass each
 
 
@@ -64,14 +65,16 @@ class Calls(TorchFunctionMode):
         return y
 
 
-def place_of(z: Tensor, results: Sequence[Tensor]) -> Place:
-    """Which rows of the layers' inputs those of z are, as its first and its last row tell."""
+def place_of(z: Tensor, results: Sequence[Tensor]) -> Place | None:
+    """Which rows of the layers' inputs those of z are, as its first and its last row tell; None: too many for one."""
     n = z.shape[0]
     for rows in sorted({y.shape[0] for y in results if y.shape[0] >= n > 0}):
         ys = [y for y in results if y.shape[0] == rows]
         first, last = _touched(z[0], ys), _touched(z[n - 1], ys)
         apart = all(after - before >= n for before, after in itertools.pairwise(first))
         if first and apart and last == [o + n - 1 for o in first]:
+            if len(first) > _SETS:  # an integral: weights of their own for all points, to have a row or two
+                return None
             return Place(rows, first[0], tuple(first[1:]))
     return Place(n, 0)  # none that can be told: its rows will be refuted, and had one by one
 
@@ -128,15 +131,22 @@ class OwnWeights(TorchFunctionMode):
         pairs = [(i, own) for (i, rows), own in self._own.items() if rows == place.rows]
         return pairs, torch.searchsorted(self._chosen[place.rows], place.of(S))
 
-    def outside(self) -> dict[int, Tensor]:
-        """Position → parameter, of those in no linear layer; none if they are not of few entries."""
+    def outside(self, zs: Tensor) -> dict[int, Tensor]:
+        """Position → parameter, of those in no linear layer on which these outputs depend; none if of many entries."""
         inside = {i for i, _ in self._own}
         found = {i: p for i, p in enumerate(self._params) if i not in inside}
+        if sum(p.numel() for p in found.values()) > _FEW:
+            slopes = torch.autograd.grad(zs.sum(), list(found.values()), retain_graph=True, allow_unused=True)
+            found = {i: p for (i, p), slope in zip(found.items(), slopes, strict=True) if slope is not None}
         return found if sum(p.numel() for p in found.values()) <= _FEW else {}
 
 
-def _linear(x: Tensor, W: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
-    return x, W, bias
+def _linear(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    return input, weight, bias
 
 
 def write_rows(own: OwnWeights, z: Tensor, place: Place, S: Tensor, u: Tensor, into: Sequence[Tensor]) -> None:
@@ -149,9 +159,10 @@ def write_rows(own: OwnWeights, z: Tensor, place: Place, S: Tensor, u: Tensor, i
         for (i, _), row in zip(pairs, rows, strict=True):
             if row is not None:
                 into[i].copy_(row if len(row) == at.shape[1] else row[at].sum(0))
-    if outside := own.outside():
+    zs = z[S]
+    if outside := own.outside(zs):
         try:
-            _write_columns(z[S], u, list(outside.values()), [into[i] for i in outside])
+            _write_columns(zs, u, list(outside.values()), [into[i] for i in outside])
         except RuntimeError:  # an operation without a second derivative: zero is refuted, and rows had one by one
             return
 

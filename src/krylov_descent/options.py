@@ -54,6 +54,11 @@ class Options:
                 "Use curvature='ggn', or basis='krylov'."
             )
         given = self.preconditioner
+        if self.basis != "krylov" and (isinstance(given, Kronecker) or given == "kronecker"):
+            raise ValueError(
+                "basis='rational' has no use for preconditioner='kronecker' (as in DEEP): its steps have the curvature "
+                "itself. Leave one of the two out."
+            )
         custom = not isinstance(given, type) and (hasattr(given, "start") or hasattr(given, "refresh"))
         ours = given is None or given in tuple(_NAMED) or isinstance(given, (Fisher, Kronecker))
         if not ours and not custom:

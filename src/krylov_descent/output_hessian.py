@@ -42,7 +42,7 @@ def output_roots(z: Tensor, delta: Tensor | None, S: Tensor, signs: torch.Genera
         S: rows.
         signs: for the probes.
     """
-    rows = z.shape[0]
+    rows = z.shape[0] if z.ndim else 1
     if delta is None or not delta.requires_grad:
         return Roots(z.new_zeros(0, len(S), *z.shape[1:]), z.new_zeros(0, len(S)))
     flat = delta.detach().reshape(rows, -1)[S]
@@ -50,6 +50,11 @@ def output_roots(z: Tensor, delta: Tensor | None, S: Tensor, signs: torch.Genera
     s = _signs(z, signs)
     diagonal = _product(z, delta, torch.ones_like(z))
     probed = _product(z, delta, s)
+    known = (diagonal.isfinite() & probed.isfinite()).reshape(rows, c).all(1)
+    if not bool(known.any()):
+        return "its second derivative is nowhere finite (|r|^p with p < 2, or a norm, at zero: smooth it)"
+    if not bool(known.all()):  # rows without curvature: the others serve
+        diagonal, probed = (torch.where(_per_row(known, x), x, 0) for x in (diagonal, probed))
     if _close(probed, diagonal * s):
         h = diagonal.reshape(rows, c)[S].clamp(min=0)
         root = h.sqrt()
@@ -58,9 +63,10 @@ def output_roots(z: Tensor, delta: Tensor | None, S: Tensor, signs: torch.Genera
     if c > _BLOCK:
         return f"the loss couples the {c} outputs of a sample, more than the {_BLOCK} whose blocks are formed"
     blocks = torch.stack([_product(z, delta, _unit(z, j)).reshape(rows, c) for j in range(c)], dim=-1)
+    blocks = torch.where(known[:, None, None], blocks, 0)
     by_blocks = (blocks @ s.reshape(rows, c, 1)).view_as(probed)
     # Of a loss that is all but fitted, products are what cancellation left, and need not agree.
-    if not _close(probed, by_blocks) and _couples_rows(z, delta, s):
+    if not _close(probed, by_blocks) and _couples_rows(z, delta, s, known):
         return "the loss couples rows of the outputs (it is no sum of terms of one row each)"
     values, Q = torch.linalg.eigh(blocks[S].double())
     floor = values[:, -1:].clamp(min=0) * torch.finfo(z.dtype).eps * c
@@ -83,27 +89,34 @@ def _product(z: Tensor, delta: Tensor, v: Tensor) -> Tensor:
     return h.detach()
 
 
+def _per_row(rows: Tensor, x: Tensor) -> Tensor:
+    """[N] in a shape that goes with x [N, …]."""
+    return rows.reshape(-1, *(1,) * (x.ndim - 1)) if x.ndim else rows[0]
+
+
 def _close(x: Tensor, y: Tensor) -> bool:
     scale = x.abs().max()
     return bool((x - y).abs().max() <= torch.finfo(x.dtype).eps ** 0.5 * scale)
 
 
-def _couples_rows(z: Tensor, delta: Tensor, s: Tensor) -> bool:
+def _couples_rows(z: Tensor, delta: Tensor, s: Tensor, known: Tensor) -> bool:
     """Whether rows of a product depend on other rows of its vector: else they are zero where those are, to the bit.
 
     Any two rows are told apart by some bit of their numbers.
     """
+    if z.ndim == 0:
+        return False
     index = torch.arange(z.shape[0], device=z.device).reshape(-1, *(1,) * (z.ndim - 1))
     for bit in range((z.shape[0] - 1).bit_length()):
         inside = ((index >> bit) & 1).to(z.dtype)
-        h = _product(z, delta, s * inside)
+        h = torch.where(_per_row(known, z), _product(z, delta, s * inside), 0)
         if not _close(h, h * inside):
             return True
     return False
 
 
 def _unit(z: Tensor, j: int) -> Tensor:
-    e = torch.zeros_like(z).reshape(z.shape[0], -1)
+    e = torch.zeros_like(z).reshape(z.shape[0] if z.ndim else 1, -1)
     e[:, j] = 1
     return e.view_as(z)
 

@@ -39,11 +39,11 @@ from torch import Tensor
 from krylov_descent.basis import Carry, Family, Starts, Subspace, Turn, spanned_basis
 from krylov_descent.budget import at_hand, share
 from krylov_descent.data import Microbatch
-from krylov_descent.distributed import Comm, inner
+from krylov_descent.distributed import inner
 from krylov_descent.flow import Factored, acceleration, damped_steps, flow_direction, new_damping
 from krylov_descent.objective import Objective
 from krylov_descent.rows import Rows
-from krylov_descent.sketch import Sketch, Sketcher
+from krylov_descent.sketch import Sketch, Sketcher, finite_rows
 
 _FIRST, _LEAST, _MOST = 1e-6, 1e-18, 1e-5  # λ of the flow, relative to the trace of K: at first, and its bounds
 _SHORTEST = 2.0**-14
@@ -127,16 +127,6 @@ def reduced_curvature(J: Tensor, V: Rows, objective: Objective) -> Tensor:
     return H
 
 
-def finite_rows(sketch: Sketch, comm: Comm) -> Sketch:
-    """Those whose size is finite, on every rank."""
-    J, rho = sketch.J, sketch.rho
-    sizes = inner(comm, J.shape[1], lambda piece: J[:, piece].square().sum(1))
-    keep = sizes.isfinite() & rho.isfinite()
-    if bool(keep.all()):
-        return sketch
-    return Sketch(J[keep], rho[keep], False, lambda: sketch.change()[keep])
-
-
 class RationalBuilder:
     """Builds the span of the flow's direction and bend, damped steps, the gradient and the previous step."""
 
@@ -166,6 +156,7 @@ class RationalBuilder:
         longest, least = (_LONGEST_WHOLE, _LEAST_WHOLE) if sketch.whole else (_LONGEST, _LEAST)
         carry = self._bounded(factored.trace, longest, max(least, torch.finfo(g.dtype).eps ** 2), turn.carry)
         carry, note = (carry, "") if sketch.whole else _asked(carry, self._sketcher.rows, most)
+        note = drawn.note or note
         phi, alpha = self._flow(objective, sketch, factored, d_prev, carry)
         patient = carry.lost + 1 < _WAIT
         dampings = carry.damped * _RATIO ** (torch.arange(_DAMPED, dtype=torch.float64, device="cpu") - _DAMPED // 2)
@@ -208,24 +199,33 @@ class RationalBuilder:
     def _flow(
         self, objective: Objective, sketch: Sketch, factored: Factored, d_prev: Tensor | None, carry: Carry
     ) -> tuple[Tensor, Tensor]:
-        """φ and α, with the decay as curvature c and residual cθ: (JᵀJ + λ + c)φ = −Jᵀρ − cθ + λμφ_prev."""
-        lam, c = carry.damping, max(objective.parameters.decay, default=0.0)
+        """φ and α, with the decay as curvature c and residual cθ: (JᵀJ + λ + c)φ = −Jᵀρ − cθ + λμφ_prev.
+
+        Where groups decay differently, in coordinates √(λ + c)φ, in which the damping of all of them is 1.
+        """
+        lam, decay, here = carry.damping, objective.parameters.decay, objective.point()
         carried = None if d_prev is None or not carry.scale else d_prev * (carry.scale * self._options.momentum)
-        here = objective.point()
-        if c:
-            decay = torch.zeros_like(here)
-            objective.add_decay(decay)
-            carried = -decay / (lam + c) if carried is None else (lam * carried - decay) / (lam + c)
-        damping = torch.tensor([lam + c], dtype=torch.float64, device="cpu")
-        phi = flow_direction(factored, sketch.rho, carried, damping)
+        c, pull = torch.zeros_like(here), torch.zeros_like(here)
+        if any(decay):
+            objective.add_decay(c, torch.ones_like(here))
+            objective.add_decay(pull)
+            carried = -pull / (lam + c) if carried is None else (lam * carried - pull) / (lam + c)
+        unlike, damping = len(set(decay)) > 1, lam + max(decay, default=0.0)
+        if unlike:
+            root, damping = (lam + c).sqrt(), 1.0
+            factored = Factored(sketch.J / root, objective.comm)
+            carried = None if carried is None else carried * root
+        lams = torch.tensor([damping], dtype=torch.float64, device="cpu")
+        phi = flow_direction(factored, sketch.rho, carried, lams)
 
         def change() -> Tensor:
-            objective.move_to(here + carry.length * phi)
+            objective.move_to(here + carry.length * (phi / root if unlike else phi))
             changed = sketch.change()
             objective.move_to(here)
             return changed
 
-        return phi, acceleration(factored, phi, carry.length, change, damping)
+        alpha = acceleration(factored, phi, carry.length, change, lams)
+        return (phi / root, alpha / root) if unlike else (phi, alpha)
 
     @staticmethod
     def _after(carry: Carry, eta: float) -> Carry:

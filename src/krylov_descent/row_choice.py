@@ -20,10 +20,10 @@ _LARGE = 4  # times the mean size: what a row must exceed to be drawn more often
 
 @dataclass(frozen=True)
 class Seen:
-    """What is known of a closure's outputs: shapes, and where their rows come from."""
+    """What is known of a closure's outputs: shapes, and where their rows come from, if from few rows each."""
 
     shapes: tuple[tuple[int, ...], ...]
-    places: tuple[Place, ...]
+    places: tuple[Place | None, ...]
 
 
 def look(objective: Objective, batch: Microbatch) -> Seen:
@@ -89,8 +89,8 @@ def choose(seen: Seen, sizes: Sequence[Tensor], wanted: int, generator: torch.Ge
     Evenly, but for rows whose ``sizes`` are far above the mean: a few, at a front, may hold most of the loss.
     """
     keys = [(place, len(size)) for place, size in zip(seen.places, sizes, strict=True)]
-    most: dict[tuple[Place, int], int] = {}
-    summed: dict[tuple[Place, int], Tensor] = {}
+    most: dict[tuple[Place | None, int], int] = {}
+    summed: dict[tuple[Place | None, int], Tensor] = {}
     for key, size, s in zip(keys, sizes, counts(seen, wanted), strict=True):
         most[key] = max(s, most.get(key, 0))
         summed[key] = size + summed.get(key, 0.0)
@@ -140,5 +140,7 @@ def samples_of(seen: Seen, chosen: Sequence[Chosen]) -> dict[int, Tensor]:
     """For each number of rows of a layer's inputs, those that some output was chosen from."""
     rows: dict[int, list[Tensor]] = {}
     for place, drawn in zip(seen.places, chosen, strict=True):
+        if place is None:
+            continue
         rows.setdefault(place.rows, []).append(place.of(drawn.rows).reshape(-1))
     return {number: torch.unique(torch.cat(parts)) for number, parts in rows.items()}

@@ -19,11 +19,18 @@ from torch import Tensor
 from krylov_descent.closure import Evaluation, require_attached, require_weight
 from krylov_descent.curvature.gauss_newton import require_influence
 from krylov_descent.data import Microbatch
-from krylov_descent.distributed import Comm, added, attempt
-from krylov_descent.jacobian import OwnWeights, Place, along, write_rows, write_rows_one_by_one
-from krylov_descent.objective import Objective
+from krylov_descent.distributed import Comm, added, attempt, inner
+from krylov_descent.jacobian import OwnWeights
+from krylov_descent.objective import FORWARD, Objective
 from krylov_descent.output_hessian import output_roots
 from krylov_descent.row_choice import Chosen, Seen, choose, everything, look, samples_of, shapes_of, sizes_of
+from krylov_descent.row_writing import RowWriter
+
+_ATTEMPTS = 3  # to see which outputs there are
+_SLOW = (
+    "Rows of some output take a backward pass each, which is slow: it has parameters outside of linear layers (x @ W "
+    "in place of F.linear), or a row of it depends on many points."
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,27 +42,27 @@ class Sketch:
         rho: ρ [m].
         whole: whether no row was left out, so that JᵀJ and Jᵀρ are exact.
         change: → uᵀ(z − z₀) [m]: how far the outputs are, where the parameters are now, from where they were.
+        note: what was found just now, and is worth a word.
     """
 
     J: Tensor
     rho: Tensor
     whole: bool
     change: Callable[[], Tensor]
+    note: str = ""
 
 
 class Sketcher:
     """Draws sketches.
 
     Attributes:
-        rows: m, how many are wanted.
-        together: whether rows of this closure may be had all at once, as far as is known.
+        rows: m, how many are wanted; at least one of each output of each micro-batch is drawn.
     """
 
     def __init__(self, rows: int) -> None:
         self.rows = rows
         self._judged: tuple[object, ...] = ()
-        self.together = True
-        self._checks = 0
+        self._writer = RowWriter()
         self._seen: dict[int | None, Seen] = {}
         self._plainly = True  # the closure returns all outputs in a pass without a graph, too
 
@@ -68,8 +75,8 @@ class Sketcher:
         comm = objective.comm
         judged = (objective.identity, *map(id, objective.parameters.params))
         if judged != self._judged:
-            self._judged, self.together, self._checks, self._seen = judged, True, 0, {}
-            self._plainly = True
+            self._judged, self._writer, self._seen, self._plainly = judged, RowWriter(), {}, True
+        known = len(self._writer.refuted)
         count = float(added(comm, float(len(batches))))
         wanted = max(1, round(self.rows / max(1.0, count)))
         parts: list[_Part] = []
@@ -83,6 +90,7 @@ class Sketcher:
         for part in parts:
             part.weigh((part.weight / W) ** 0.5)
         whole = not float(added(comm, float(not all(part.whole for part in parts))))
+        slow = bool(float(added(comm, float(len(self._writer.refuted) - known))))
         none = _room(1, objective)[0].zero_()  # a rank may have no rows
         rho = torch.cat([none[:0], *(part.rho for part in parts)])
         start, m = _where(comm, len(rho))
@@ -109,7 +117,12 @@ class Sketcher:
             J = _scattered(comm, [row for part in parts for row in part.J], start, m, none)
         for part in parts:
             part.J = none[None][:0]  # the rows are large, and needed once
-        return Sketch(J, gathered(rho), whole, change)
+        return Sketch(J, gathered(rho), whole, change, _SLOW if slow else "")
+
+    @property
+    def together(self) -> bool:
+        """Whether rows of this closure may be had all at once, as far as is known."""
+        return not self._writer.refuted
 
     def _change(self, objective: Objective, batch: Microbatch, part: _Part) -> Tensor:
         """Of the outputs of one micro-batch; closures that return only what depends on parameters need a graph."""
@@ -118,7 +131,7 @@ class Sketcher:
             if shapes_of(evaluation) == part.shapes:
                 return part.change(evaluation)
             self._plainly = False
-        return part.change(objective.evaluate(batch))
+        return part.change(_evaluated(objective, batch))
 
     def _part(self, objective: Objective, batch: Microbatch, wanted: int, seed: int) -> _Part:
         """Rows of one micro-batch."""
@@ -135,8 +148,9 @@ class Sketcher:
         for i, (z, delta, place, drawn) in enumerate(zip(evaluation.outputs, deltas, seen.places, chosen, strict=True)):
             if z.numel() == 0:
                 continue
-            z, S = z.reshape(1) if z.ndim == 0 else z, drawn.rows
+            S = drawn.rows
             roots = output_roots(z, delta, S, signs)
+            z = z.reshape(1) if z.ndim == 0 else z
             if isinstance(roots, str):
                 raise ValueError(f"basis='rational' cannot be used with this loss: {roots}. Use basis='krylov'.")
             whole &= len(S) == z.shape[0] and len(roots.u) in (0, math.prod(z.shape[1:]))
@@ -145,8 +159,8 @@ class Sketcher:
                 found.append((i, z, place, S, u * scale.reshape(-1, *(1,) * (u.ndim - 1)).to(u.dtype), rho * scale))
         J = _room(sum(len(S) for _, _, _, S, _, _ in found), objective)
         at = 0
-        for _, z, place, S, u, _ in found:
-            self._write(objective, own, z, place, S, u, J[at : at + len(S)])
+        for i, z, place, S, u, _ in found:
+            self._writer.write(objective, evaluation.samples, own, i, z, place, S, u, J[at : at + len(S)])
             at += len(S)
         rho = torch.cat([rho.detach() for *_, rho in found]) if found else J.new_zeros(0)
         reads = [(i, S, u.detach()) for i, _, _, S, u, _ in found]
@@ -160,7 +174,7 @@ class Sketcher:
         Which rows there are is known from the last call with so many samples, and at the first from a call without.
         """
         params = objective.parameters.params
-        while True:
+        for _ in range(_ATTEMPTS):
             seen = self._seen.get(batch.samples)
             sizes = None if seen is None else _sizes(objective, batch, seen, wanted)
             if seen is not None and sizes is not None:
@@ -168,27 +182,15 @@ class Sketcher:
                 chosen = choose(seen, sizes, wanted, torch.Generator("cpu").manual_seed(seed))
                 own = OwnWeights(params, samples_of(seen, chosen))
                 with own:
-                    evaluation = objective.evaluate(batch)
+                    evaluation = _evaluated(objective, batch)
                 if seen.shapes == shapes_of(evaluation):
                     return evaluation, own, seen, chosen
             self._seen[batch.samples] = look(objective, batch)
-
-    def _write(
-        self, objective: Objective, own: OwnWeights, z: Tensor, place: Place, S: Tensor, u: Tensor, block: Tensor
-    ) -> None:
-        params = objective.parameters.params
-        views = _columns(block, params)
-        if self.together:
-            write_rows(own, z, place, S, u, views)
-            if self._due() and not _confirmed(z, S, u, params, block):
-                self.together = False
-        if not self.together:
-            write_rows_one_by_one(z, S, u, params, views)
-
-    def _due(self) -> bool:
-        """At calls 1, 2, 4, 8, …: a closure changes its path rarely, if at all."""
-        self._checks += 1
-        return self._checks & (self._checks - 1) == 0
+            objective.sample_gradients += FORWARD * (batch.samples or 0)
+        raise ValueError(
+            "The closure returned outputs of other shapes at every call: it must return the same ones whenever it is "
+            "called with the same batch. Draw new points between steps, not in the closure."
+        )
 
 
 @dataclass(eq=False)
@@ -217,11 +219,27 @@ class _Part:
         return _read(evaluation, self.reads) - self.z
 
 
+def finite_rows(sketch: Sketch, comm: Comm) -> Sketch:
+    """Those whose size is finite, on every rank."""
+    J, rho = sketch.J, sketch.rho
+    sizes = inner(comm, J.shape[1], lambda piece: J[:, piece].square().sum(1))
+    keep = sizes.isfinite() & rho.isfinite()
+    if bool(keep.all()):
+        return sketch
+    return Sketch(J[keep], rho[keep], False, lambda: sketch.change()[keep], sketch.note)
+
+
+def _evaluated(objective: Objective, batch: Microbatch) -> Evaluation:
+    evaluation = objective.evaluate(batch)
+    objective.sample_gradients += FORWARD * evaluation.samples
+    return evaluation
+
+
 def _sizes(objective: Objective, batch: Microbatch, seen: Seen, wanted: int) -> list[Tensor] | None:
     """Of all rows, where some are to be chosen; None if the outputs are not what was seen."""
     if everything(seen, wanted):
         return [torch.zeros(shape[0] if shape else 1, dtype=torch.float64, device="cpu") for shape in seen.shapes]
-    evaluation = objective.evaluate(batch)
+    evaluation = _evaluated(objective, batch)
     return sizes_of(evaluation) if shapes_of(evaluation) == seen.shapes else None
 
 
@@ -265,28 +283,3 @@ def _room(rows: int, objective: Objective) -> Tensor:
             f"The sketch of basis='rational' takes {taken:,} bytes ({rows} rows of {parameters.numel:,} parameters), "
             "which cannot be had. Use basis='krylov', or Rational(rows=...) with fewer rows."
         ) from None
-
-
-def _columns(block: Tensor, params: Sequence[Tensor]) -> list[Tensor]:
-    """Views [s, …] of a block's columns, in the parameters' shapes."""
-    views, at = [], 0
-    for p in params:
-        views.append(block[:, at : at + p.numel()].view(len(block), *p.shape))
-        at += p.numel()
-    return views
-
-
-def _confirmed(z: Tensor, S: Tensor, u: Tensor, params: Sequence[Tensor], block: Tensor) -> bool:
-    """Whether a random combination of the rows is what a backward pass gives."""
-    w = torch.linspace(-1, 1, len(S), dtype=block.dtype, device=block.device).cos_().add_(0.5)
-    w[::2] *= -1
-    wu = u * w.reshape(-1, *(1,) * (u.ndim - 1)).to(u.dtype)
-    expected = [
-        p.new_zeros(p.numel()) if g is None else g.reshape(-1)
-        for g, p in zip(along(z, S, wu, params), params, strict=True)
-    ]
-    whole = torch.cat(expected)
-    if not bool(whole.isfinite().all()):
-        return True  # says nothing of the closure
-    error = (w @ block - whole).abs().max()
-    return bool(error <= torch.finfo(block.dtype).eps ** 0.5 * whole.abs().max())
