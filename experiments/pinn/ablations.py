@@ -18,9 +18,15 @@ PARTS: Mapping[str, tuple[str, str, float]] = {
     "short-pieces": ("krylov_descent.rational", "_LONGEST", 1.0),
 }
 
+#: Other values of such constants, in the same form.
+VALUES: Mapping[str, tuple[str, str, float]] = {
+    f"pieces-to-{longest}": ("krylov_descent.rational", "_LONGEST", longest) for longest in (0.25, 0.5)
+}
+
 #: Label → what of a run is not as usual, fields of ``RunConfig``; the last two labels are those that ``run`` gives.
 CHANGES: Mapping[str, Mapping[str, Any]] = {
     **{f"without-{part}": {"settings": {"without": part}} for part in PARTS},
+    **{value: {"settings": {"without": value}} for value in VALUES},
     "without-momentum": {"settings": {"momentum": 0.0}},
     **{f"rows-{m}": {"settings": {"rows": m}} for m in (100, 200, 800, 1600)},
     "ksd-rational-resample10": {"resample": 10},
@@ -35,9 +41,9 @@ def without(part: str) -> Iterator[None]:
     Raises:
         ValueError: there is no such part.
     """
-    if part not in PARTS:
+    if part not in PARTS and part not in VALUES:
         raise ValueError(f"The rational basis has no part {part!r} to be taken away; it has {', '.join(PARTS)}.")
-    name, constant, value = PARTS[part]
+    name, constant, value = {**PARTS, **VALUES}[part]
     module = importlib.import_module(name)
     usual = getattr(module, constant)
     setattr(module, constant, value)
