@@ -1,4 +1,4 @@
-"""Methods with the Kronecker-factored preconditioner: KSD on sets that grow, and K-FAC alone, as most codes have it."""
+"""Methods with the Kronecker-factored preconditioner: KSD on sets that grow, and K-FAC alone."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from experiments.interface import Advance, Method, Stepping, closure_of
 from experiments.problems import Problem
 from experiments.settings import KFACSettings, KroneckerSettings
-from experiments.stochastic import SCHEDULES
 from krylov_descent import DEEP, KSD, Growing, Kronecker, Search
+from krylov_descent.curvature import CURVATURES
 from krylov_descent.distributed import SingleProcess
+from krylov_descent.krylov import KrylovBuilder
 from krylov_descent.objective import Objective
 from krylov_descent.parameters import ParameterVector
 
@@ -43,9 +44,11 @@ def ksd(problem: Problem, model: nn.Module, seed: int, settings: KroneckerSettin
 
 
 class _KFAC:
-    """θ ← θ + v, v ← 0.9 v − lr·F⁻¹g on a fixed number of fresh samples, with a schedule for lr; no search."""
+    """K-FAC alone: the minimum of the quadratic model over F⁻¹g and the last step, on a fixed number of fresh samples.
 
-    MOMENTUM = 0.9
+    As in Martens & Grosse 2015, section 7, with damping in the preconditioner alone, a constant one that is tuned. No
+    loss is looked at before a step is taken.
+    """
 
     def __init__(self, problem: Problem, model: nn.Module, seed: int, settings: KFACSettings) -> None:
         group = {"params": list(model.parameters()), "weight_decay": problem.weight_decay}
@@ -53,9 +56,10 @@ class _KFAC:
         self._objective = Objective(closure_of(problem, model), self._parameters, SingleProcess())
         self._sets = Growing(problem.train, batch_size=problem.batch_size, start=settings.batch, seed=seed)
         self._preconditioner = Kronecker(damping=settings.damping).prepare()
-        self._settings, self._seed, self._step = settings, seed, 0
+        self._builder = KrylovBuilder(CURVATURES["ggn"], 1, None)
+        self._seed, self._step = seed, 0
         self._factors: dict[str, Tensor] = {}
-        self._velocity = self._parameters.zeros()
+        self._last: Tensor | None = None
 
     def advance(self, progress: float) -> Advance:
         objective = self._objective
@@ -67,19 +71,20 @@ class _KFAC:
         )
         assert solve is not None
         self._factors, self._step = dict(factors), self._step + 1
-        lr = self._settings.lr * SCHEDULES[self._settings.schedule](min(progress, 1.0))
-        self._velocity = self.MOMENTUM * self._velocity - lr * solve(g)
-        objective.move_to(objective.point() + self._velocity)
-        stuck = not bool(torch.isfinite(self._velocity).all())
-        return Advance(objective.sample_gradients, stuck=stuck)
+        subspace = self._builder(objective, draw.b, solve, g.clone(), self._last)
+        V = subspace.V.tensor()
+        c = -torch.linalg.lstsq(subspace.H, (V @ g).double()[:, None]).solution[:, 0]
+        self._last = c.to(V) @ V
+        objective.move_to(objective.point() + self._last)
+        return Advance(objective.sample_gradients, stuck=not bool(self._last.isfinite().all()))
 
     def state_dict(self) -> dict[str, Any]:
-        return {"factors": self._factors, "velocity": self._velocity, "step": self._step}
+        return {"factors": self._factors, "last": self._last, "step": self._step}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._factors, self._velocity, self._step = state["factors"], state["velocity"], state["step"]
+        self._factors, self._last, self._step = state["factors"], state["last"], state["step"]
 
 
 def kfac(problem: Problem, model: nn.Module, seed: int, settings: KFACSettings) -> Method:
-    """K-FAC with a tuned learning rate and momentum."""
+    """K-FAC with the quadratic step."""
     return _KFAC(problem, model, seed, settings)

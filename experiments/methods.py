@@ -141,7 +141,7 @@ KINDS: Mapping[str, Kind] = {
     "ksd-paper": Kind(KSDSettings(floor=1e-4, paper=True), _ksd),
     "ksd-hessian": Kind(KSDSettings(curvature="hessian"), _ksd),
     "ksd-kronecker": Kind(KroneckerSettings(), kronecker.ksd),
-    "kfac": Kind(KFACSettings(), kronecker.kfac, scheduled=True),
+    "kfac": Kind(KFACSettings(), kronecker.kfac),
     "hf": Kind(HessianFreeSettings(), _hessian_free),
     "hf-hessian": Kind(HessianFreeSettings(curvature="hessian"), _hessian_free),
     "cg": Kind(CGSettings(), _cg),

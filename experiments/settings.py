@@ -42,12 +42,10 @@ class KroneckerSettings:
 
 @dataclasses.dataclass(frozen=True)
 class KFACSettings:
-    """The Kronecker-factored preconditioner with a learning rate, momentum 0.9 and a schedule."""
+    """The Kronecker-factored preconditioner with the step of the quadratic model, on sets that do not grow."""
 
-    lr: float = 0.1
-    batch: int = 500
+    batch: int = 1000
     damping: float = 1e-2
-    schedule: Literal["cosine", "linear"] = "cosine"
 
 
 @dataclasses.dataclass(frozen=True)

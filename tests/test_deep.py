@@ -57,7 +57,7 @@ def test_every_task_steps(name: str, method: str, tmp_path: Path) -> None:
     new = name in NEW
     # KSD takes a twentieth of the samples for its curvature: of images there must be some more.
     problem = small(name, 600 if name == "fashion-conv" else 100 if new else 40)
-    rivals = {"adamw": {"batch": 10, "lr": 3e-3 if new else 3e-4}, "kfac": {"lr": 0.02}}
+    rivals = {"adamw": {"batch": 10, "lr": 3e-3 if new else 3e-4}, "kfac": {"damping": 1.0}}
     settings = rivals.get(method, {})
     path = run(problem, config(method, "12g" if new else "2g", **settings), tmp_path)
     points = [line for line in lines_of(path) if line["kind"] == "point"]

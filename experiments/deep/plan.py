@@ -72,7 +72,7 @@ def grid(task: str, method: str) -> list[dict[str, Any]]:
         slow = _product(lr=rates, momentum=(0.9,), batch=(50,), schedule=_SCHEDULES)
         return slow + _product(lr=[rate / 10 for rate in rates], momentum=(0.99,), batch=(50,), schedule=_SCHEDULES)
     if method == "kfac":
-        return _product(lr=(0.1, 0.3), damping=(1e-3, 1e-2, 0.1), batch=(250, 1000), schedule=("linear",))
+        return _product(damping=(1e-2, 0.1), batch=(250, 500, 2000))
     if method == "hf":
         return _product(damping=(1.0, 10.0, 45.0, 150.0) if sums else (0.1, 1.0, 10.0, 45.0), fraction=(0.05, 0.25))
     return []
