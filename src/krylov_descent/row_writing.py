@@ -40,8 +40,8 @@ class RowWriter:
         views = _columns(block, params)
         if place is not None and i not in self.refuted:
             write_rows(own, z, place, S, u, views)
-            objective.sample_gradients += PROBE * samples
             if not self._due(i) or _confirmed(z, S, u, params, block):
+                objective.sample_gradients += PROBE * samples  # not for judging, which a resumed run repeats
                 return
             self.refuted.add(i)
         write_rows_one_by_one(z, S, u, params, views)

@@ -186,7 +186,6 @@ class Sketcher:
                 if seen.shapes == shapes_of(evaluation):
                     return evaluation, own, seen, chosen
             self._seen[batch.samples] = look(objective, batch)
-            objective.sample_gradients += FORWARD * (batch.samples or 0)
         raise ValueError(
             "The closure returned outputs of other shapes at every call: it must return the same ones whenever it is "
             "called with the same batch. Draw new points between steps, not in the closure."
