@@ -115,7 +115,7 @@ def test_float32_to_its_noise_and_reproducibly_to_the_last_digit(data: Path) -> 
     assert losses(None, data, "--reproducible") == two
     plain, _ = losses(None, data)
     assert plain != two[0]
-    assert plain == pytest.approx(two[0], rel=1e-3)
+    assert plain == pytest.approx(two[0], rel=5e-3)  # rounding, which the steps amplify: on the real digits to 2e-3
 
 
 @pytest.mark.parametrize("directory", [False, True])
