@@ -69,11 +69,13 @@ def test_the_lowest_published_errors_are_extrapolated_to(tmp_path: Path) -> None
     steps = [2**i for i in range(11)]
     first = header("curves", "ksd-kronecker", 0, method="ksd-kronecker", budget="1024s", evaluated_samples=500)
     write(tmp_path, [first, *(point(i, 58 / i**0.5) for i in steps), {"kind": "end", "reason": "budget"}])
-    record(tmp_path, "curves", "adamw", 0, {0: 500, 60: 2})
+    record(tmp_path, "curves", "adamw", 0, {0: 500, 1024: 2})
+    record(tmp_path, "curves", "soap", 0, {0: 500, 60: 2})
     lines = table(tmp_path).split("## How far from the lowest published")[1].splitlines()
     ours, adamw = (next(line for line in lines if name in line) for name in ("KSD, Kronecker", "AdamW"))
     assert [cell.strip() for cell in ours.split("|")[3:-1]] == ["1024", "1.81", "5.1e+06", "0.058", "≥ 5e+09", "≥ 33"]
-    assert [cell.strip() for cell in adamw.split("|")[3:-1]] == ["60", "2", "5e+03", "0.058", "–", "–"]
+    assert [cell.strip() for cell in adamw.split("|")[3:-1]] == ["1024", "2", "5e+03", "0.058", "–", "–"]
+    assert not any(line.startswith("| curves") and "SOAP" in line for line in lines[: lines.index("## What was run")])
 
 
 def test_bold_is_decided_on_common_seeds(tmp_path: Path) -> None:
