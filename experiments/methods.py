@@ -129,7 +129,10 @@ def _cg(problem: Problem, model: nn.Module, seed: int, settings: CGSettings) -> 
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """A method by name: its settings, how to make it, and whether its learning rate follows the budget."""
+    """A method by name: its settings, how to make it, and whether a run depends on its budget.
+
+    It does where a learning rate follows the budget, or where a setting is tuned for each: K-FAC's samples.
+    """
 
     settings: Any
     make: Callable[..., Method]
@@ -141,7 +144,7 @@ KINDS: Mapping[str, Kind] = {
     "ksd-paper": Kind(KSDSettings(floor=1e-4, paper=True), _ksd),
     "ksd-hessian": Kind(KSDSettings(curvature="hessian"), _ksd),
     "ksd-kronecker": Kind(KroneckerSettings(), kronecker.ksd),
-    "kfac": Kind(KFACSettings(), kronecker.kfac),
+    "kfac": Kind(KFACSettings(), kronecker.kfac, scheduled=True),
     "hf": Kind(HessianFreeSettings(), _hessian_free),
     "hf-hessian": Kind(HessianFreeSettings(curvature="hessian"), _hessian_free),
     "cg": Kind(CGSettings(), _cg),

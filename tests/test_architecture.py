@@ -53,6 +53,7 @@ ALLOWED: dict[str, set[str]] = {
     "run": {"bar", "distributed", "objective", "progress", "report"},
     "rows": set(),
     "curvature.convolution": set(),
+    "twice": set(),
     "curvature.graph": {"closure"},
     "curvature.linearise": {"curvature.graph"},
     "curvature.gauss_newton": {"closure", "curvature.graph", "curvature.linearise"},
@@ -69,6 +70,7 @@ ALLOWED: dict[str, set[str]] = {
         "objective",
         "rows",
         "sums",
+        "twice",
     },
     "curvature": {
         "curvature.fisher",
@@ -91,7 +93,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "precondition": {"data", "distributed", "fisher_diagonal", "objective", "rule_check"},
     "random_root": {"closure", "output_hessian"},
-    "kronecker_factors": {"closure", "data", "layer_calls", "objective", "random_root"},
+    "kronecker_factors": {"closure", "data", "layer_calls", "objective", "random_root", "twice"},
     "kronecker_inverse": {"distributed", "parameters"},
     "kronecker_state": {"kronecker_factors", "kronecker_inverse", "parameters"},
     "kronecker": {

@@ -14,9 +14,10 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from krylov_descent import DEEP, KSD, Growing, Kronecker, StepReport
+from krylov_descent import DEEP, KSD, Growing, Kronecker, StepReport, Subsets
 from krylov_descent.closure import Evaluation
 from krylov_descent.confirmation import Confirmation
+from krylov_descent.distributed import Ranks
 from krylov_descent.random_root import random_roots
 
 F64 = torch.float64
@@ -199,8 +200,48 @@ def test_a_point_that_was_edited_is_not_the_last_steps_doing() -> None:
     assert optimizer.state[first]["judged"] == judged + 1
     with torch.no_grad():
         first.add_(0.1)
-    steps(model, optimizer, sets, 1)
+    (report,) = steps(model, optimizer, sets, 1)
     assert optimizer.state[first]["judged"] == judged + 1
+    assert any("changed since the last step" in note for note in report.notes)
+    (report,) = steps(model, optimizer, sets, 1)
+    assert not any("changed since" in note for note in report.notes)
+
+
+def test_a_step_without_sets_may_follow() -> None:
+    """Also one that was promised too much, or ends where the full batch is not finite."""
+    w = nn.Parameter(torch.tensor([0.1], dtype=F64))
+    x = torch.rand(3000, 1, generator=torch.Generator().manual_seed(0), dtype=F64) + 1
+    optimizer, sets = KSD([w], **DEEP), Growing((x,), batch_size=3000, seed=0)
+    optimizer.step(cube(w), sets)
+    assert optimizer.state[w]["agreement"] < 0.5
+    report = optimizer.step(lambda: cube(w)((x,)))
+    assert report.search_loss_after < report.search_loss_before
+    for _ in range(3):
+        optimizer.step(cube(w), sets)
+    bad = w.detach().clone()
+
+    def blown() -> tuple[Tensor, Tensor]:
+        loss, r = cube(w)((x,))
+        return (loss * math.inf if torch.equal(w.detach(), bad) else loss), r
+
+    report = optimizer.step(blown)
+    assert not report.accepted
+    assert any("was undone." in note for note in report.notes)
+
+
+def test_growing_sets_and_subsets_count_for_themselves() -> None:
+    model = nn.Linear(12, 2).double()
+    data = regression(4000, 3.0)
+    optimizer, sets = KSD(model.parameters(), **DEEP), Growing(data, batch_size=4000, start=40, seed=0)
+    grown = steps(model, optimizer, sets, 250)[-1].set_sizes["A"]
+    assert grown > 400
+    subsets = Subsets(data, batch_size=1000, fraction=0.05, seed=0)
+    assert optimizer.step(closure_of(model), subsets).set_sizes["C"] == 200
+    assert steps(model, optimizer, sets, 1)[0].set_sizes["A"] == grown
+    state = copy.deepcopy(optimizer.state_dict())
+    del next(iter(state["state"].values()))["growths"], state["krylov_descent"]  # as before there were two numbers
+    optimizer.load_state_dict(state)
+    optimizer.step(closure_of(model), sets)
 
 
 def test_the_search_loss_of_the_last_step_is_on_its_own_set() -> None:
@@ -299,14 +340,16 @@ def test_statistics_leave_the_doublings_of_b_out() -> None:
 
 
 @pytest.mark.parametrize("start", [50, 500])  # with 500, A has all samples, and steps before the last are remembered
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(dtype: torch.dtype, start: int) -> None:
+@pytest.mark.parametrize(("dtype", "shares"), [(torch.float32, 0), (torch.bfloat16, 0), (torch.bfloat16, 4)])
+def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(dtype: torch.dtype, shares: int, start: int) -> None:
     data = regression(500, 2.0, dtype)
 
     def fresh() -> tuple[nn.Module, KSD, Growing]:
         torch.manual_seed(0)
         model = network(dtype) if start == 500 else nn.Linear(12, 2).to(dtype)
-        return model, KSD(model.parameters(), **DEEP), Growing(data, batch_size=100, start=start, seed=0)
+        ranks = Ranks(None, reproducible=shares) if shares else None
+        optimizer = KSD(model.parameters(), **DEEP, process_group=ranks)
+        return model, optimizer, Growing(data, batch_size=100, start=start, seed=0)
 
     model, optimizer, sets = fresh()
     reports = steps(model, optimizer, sets, 90)
@@ -315,7 +358,8 @@ def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(dtype: torch.dtype, s
         first, early, sets = fresh()
         steps(first, early, sets, stop)
         if stop == 7:
-            assert ("earlier_5" in early.state[next(first.parameters())]) == (start == 500)
+            name = "earlier_5_part" if shares else "earlier_5"
+            assert (name in early.state[next(first.parameters())]) == (start == 500)
         file = io.BytesIO()
         torch.save({"model": first.state_dict(), "optimizer": early.state_dict()}, file)
         file.seek(0)
@@ -421,7 +465,8 @@ def test_signs_do_not_fade_in_half_precision() -> None:
     evaluation = Evaluation(
         F.cross_entropy(z.float(), torch.zeros(2000, dtype=torch.long)), (z,), 1.0, 2000, aligned=True
     )
-    ((_, u),) = random_roots(evaluation, (0,))
+    ((_, u),), exact = random_roots(evaluation, (0,))
+    assert exact
     lengths = 2000 * u.float().square().sum(1)  # of mean Σp(1 − p) = 0.9
     assert float(lengths[1000:].mean()) == pytest.approx(0.9, rel=0.1)
 

@@ -407,6 +407,93 @@ def test_several_calls_count_as_positions() -> None:
         torch.testing.assert_close(found[1][name], x, msg=name)
 
 
+class Experts(nn.Module):
+    """Two dense layers, each for the samples of its kind alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.experts = nn.ModuleList([nn.Linear(4, 3).double() for _ in range(2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = x.new_zeros(len(x), 3)
+        for k, expert in enumerate(self.experts):
+            mask = x[:, 0] > 0 if k else x[:, 0] <= 0
+            out = out.index_put((mask.nonzero()[:, 0],), expert(x[mask]))
+        return out
+
+
+def test_calls_on_nothing_tell_nothing_of_the_inputs() -> None:
+    model = Experts()
+    x, y = data(12)
+    x[:, 0] = torch.tensor([1.0] * 3 + [-1.0] * 9)
+    objective = objective_of(model, supervised(model, F.cross_entropy, x, y))
+    one, parts = (Kronecker().prepare().refresh(objective, rows_of(*s), None, (3,))[1] for s in ((12,), (3, 3, 3, 3)))
+    for name, factor in one.items():
+        torch.testing.assert_close(parts[name], factor, msg=name)
+    # Nor does a step in which an expert has no sample.
+    prepared = Kronecker().prepare()
+    _, factors = prepared.refresh(objective, rows_of(12), None, (3,))
+    x[:, 0] = -1.0
+    _, later = prepared.refresh(objective, rows_of(12), factors, (4,))
+    assert torch.equal(later["2.inputs"], factors["2.inputs"])
+
+
+def test_a_layer_that_begins_late_is_young_all_the_same() -> None:
+    torch.manual_seed(0)
+    layers = nn.ModuleList([nn.Linear(4, 4).double(), nn.Linear(4, 4).double()])
+    x = torch.randn(40, 4, dtype=F64)
+    scale, late = torch.ones((), dtype=F64), [False]
+
+    def closure(rows: Any) -> tuple[Tensor, Tensor]:
+        z = layers[0](x)
+        if late[0]:
+            z = layers[1](scale * x) + z
+        return 0.5 * (z - 1).square().sum(1).mean(), z
+
+    objective, prepared = objective_of(layers, closure), Kronecker().prepare()
+    factors: Factors | None = None
+    for n in range(1, 31):
+        late[0] = n > 20
+        scale.fill_(float(n))
+        _, factors = prepared.refresh(objective, WHOLE, factors, (n,))
+    assert factors is not None
+    mean = sum(float(n) ** 2 for n in range(21, 31)) / 10
+    torch.testing.assert_close(factors["2.inputs"][:4, :4], mean * x.T @ x / 40)
+    assert float(factors["2.begun"]) == 21
+
+
+@pytest.mark.parametrize("coupled", [False, True])
+def test_a_note_says_where_gradients_stand_for_curvature(coupled: bool) -> None:
+    model = network(nn.Linear(4, 70))
+    x, _ = data(20)
+
+    def closure(rows: Any) -> tuple[Tensor, Tensor]:
+        z = model(x)
+        return (1 + z.square().sum(1)).sqrt().mean() if coupled else z.square().mean(), z
+
+    prepared = Kronecker().prepare()
+    factors: Factors | None = None
+    said = []
+    for n in range(4):
+        _, factors = prepared.refresh(objective_of(model, closure), WHOLE, factors, (n,))
+        said.append("empirical Fisher" in prepared.note)
+    assert said == ([True, False, False, True] if coupled else [False] * 4)
+
+
+def test_a_loss_without_a_second_derivative_is_explained() -> None:
+    model = network(nn.Linear(4, 3))
+    x, _ = data(6)
+
+    def closure(rows: Any) -> tuple[Tensor, Tensor]:
+        z = model(x)
+        one = torch.ones(1, dtype=torch.long)
+        return F.ctc_loss(z.log_softmax(1)[:, None], one[None], 6 * one, one), z
+
+    with pytest.raises(ValueError, match=r"cannot be differentiated twice.*CTC"):
+        refreshed(objective_of(model, closure))
+
+
 def kinds(objective: Objective) -> dict[int, str]:
     """The parameters' roles, after some refreshes that must stay finite."""
     prepared, factors = Kronecker().prepare(), None
@@ -574,7 +661,8 @@ def root_of(z: Tensor, loss: Callable[[Tensor], Tensor]) -> Callable[[Tensor], T
     def root(s: Tensor) -> Tensor:
         leaf = z.clone().requires_grad_()
         delta = torch.autograd.grad(loss(leaf), leaf, create_graph=True)[0]
-        return random_root._root(leaf, delta, s, torch.Generator().manual_seed(0))
+        u = random_root._root(leaf, delta, s, torch.Generator().manual_seed(0))
+        return random_root._empirical(delta, s) if u is None else u
 
     return root
 

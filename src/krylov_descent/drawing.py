@@ -21,8 +21,9 @@ def drawing(sets: Subsets | None, iteration: int, krylov_dim: int, comm: Comm) -
 
     def draw(memory: Memory) -> StepSets:
         more: dict[str, Any] = {"search_growth": memory.search_growth}
-        if isinstance(source, Growing) and memory.promise is not None:
-            more["model_growth"] = int(memory.promise.doublings)
+        if isinstance(source, Growing):
+            more = {"search_growth": memory.growths}
+            more["model_growth"] = 0 if memory.promise is None else int(memory.promise.doublings)
         return source.draw(iteration, **how, **more)
 
     return draw

@@ -30,6 +30,10 @@ __all__ = ["Factors", "Kronecker", "KroneckerPreconditioner"]
 _STALE = 0.15  # inverses are made anew when more than this part of the averages has been replaced
 _LEAST = 0.05  # of λ, where there is no noise
 _CHANGED = 1.2  # or when the damping has changed by this factor
+_STAND_IN = (
+    "The loss couples samples, or more than 64 outputs of one in another way than softmax: in the preconditioner the "
+    "gradients of samples stand for its curvature (the empirical Fisher matrix)."
+)
 
 
 @dataclass(frozen=True)
@@ -66,13 +70,14 @@ class Kronecker:
 
 
 class KroneckerPreconditioner:
-    """The Kronecker-factored Gauss–Newton matrix, for one optimizer."""
+    """The Kronecker-factored Gauss–Newton matrix, for one optimizer; ``note`` is what a report should say of it."""
 
     name = "kronecker"
 
     def __init__(self, options: Kronecker) -> None:
         self._options = options
         self._judged: tuple[object, ...] = ()
+        self.note = ""
 
     def refresh(
         self,
@@ -110,8 +115,7 @@ class KroneckerPreconditioner:
             if not old:
                 return None, {}
             return self._solver(objective, old, noise)
-        e = min(self._options.memory, 1 - 1 / n)
-        new = averaged(old, fresh, roles, e)
+        new, e = averaged(old, fresh, roles, self._options.memory, n)
         new["updates"] = scalar(n)
         new["places"] = torch.tensor(parameters.places, dtype=parameters.dtype, device=parameters.device)
         new["age"] = scalar(1 - (1 - number(old, "age")) * e)
@@ -147,6 +151,7 @@ class KroneckerPreconditioner:
                 break
             taken.refused |= {i for i, r in roles.items() if r.kind >= PULLED} | set(several.nonzero()[:, 0].tolist())
         require_weight(W)
+        self.note = _STAND_IN if taken.approximated and (due or judging != self._judged) else ""
         self._judged = judging
         return roles, _shared(objective, taken.sums(), roles, W)
 
@@ -157,7 +162,7 @@ class KroneckerPreconditioner:
         parameters, comm = objective.parameters, objective.comm
         blocks = blocks_of(factors)
         total = sum(trace(factors[f"{b.weight}.inputs"]) * trace(factors[f"{b.weight}.outputs"]) for b in blocks)
-        total += sum(trace(x) for name, x in factors.items() if name.endswith(".diagonal"))
+        total += math.fsum(trace(x) for name, x in factors.items() if name.endswith(".diagonal"))  # in any order
         lam = self._options.damping * max(_LEAST, noise) * total / parameters.count
         if not 0 < lam < math.inf:
             return None, factors
@@ -186,7 +191,7 @@ class KroneckerPreconditioner:
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy is of other parameters.
-        return {"_options": self._options, "_judged": ()}
+        return {"_options": self._options, "_judged": (), "note": ""}
 
 
 def _diagonal(objective: Objective, factors: Factors, lam: float) -> Tensor:
@@ -216,7 +221,7 @@ def _shared(objective: Objective, sums: Sums, roles: Roles, W: float) -> Sums:
         for name, into in zip(shapes, torch.split(flat, sizes), strict=True):
             if name in sums:
                 into.copy_(sums.pop(name).reshape(-1))
-        flat = comm.all_gather(comm.reduce_scatter(flat), len(flat))
+        flat = comm.all_gather(comm.reduce_scatter(flat, exact=True), len(flat))
         # Tensors of their own: a view that is kept, or saved, would take all of them along.
         sums = {name: x.view(shapes[name]).clone() for name, x in zip(shapes, torch.split(flat, sizes), strict=True)}
     found: Sums = {}

@@ -31,6 +31,7 @@ from krylov_descent.data import Microbatch
 from krylov_descent.layer_calls import LayerCall, merged, recorded_layers
 from krylov_descent.objective import GRADIENT, Objective
 from krylov_descent.random_root import random_roots
+from krylov_descent.twice import explained
 
 Sums = dict[str, Tensor]
 """By name: f"{i}.inputs", f"{i}.outputs", f"{i}.diagonal" and f"{i}.calls", the weight of what had calls of layer i."""
@@ -66,6 +67,7 @@ class PassOverSet:
         roles: what was found for each parameter.
         weights: Σ w_b of each of this rank's shares.
         available: whether the closure gave outputs.
+        approximated: whether the gradients of samples had to stand for the curvature of the loss (random_root.py).
         refused: with those that were found since.
     """
 
@@ -83,6 +85,7 @@ class PassOverSet:
         self.roles: Roles = {}
         self.weights = [0.0] * shares
         self.available = True
+        self.approximated = False
         self._shares: list[Sums] = [{} for _ in range(shares)]
 
     def run(self, batches: Sequence[Microbatch]) -> None:
@@ -122,7 +125,9 @@ class PassOverSet:
         layers = {i for call in calls for i in (call.weight, call.bias) if i is not None}
         rest = [i for i in range(len(self._index)) if i not in layers]
         unjudged = sorted(layers) if any(call.weight not in self._judged for call in calls) else []
-        roots = random_roots(evaluation, self._key)
+        with explained():
+            roots, exact = random_roots(evaluation, self._key)
+        self.approximated |= not exact
         if not roots:  # the loss is linear in its outputs: there is no curvature
             return
         params = objective.parameters.params
@@ -181,7 +186,7 @@ class PassOverSet:
         positions: dict[int, int] = {}
         for call, delta in found:
             positions[call.weight] = positions.get(call.weight, 0) + call.positions(delta)
-        for i in positions:
+        for i in (i for i, count in positions.items() if count):  # calls that had no influence tell nothing of A
             _accumulate(sums, f"{i}.calls", torch.tensor(weight, dtype=parameters.dtype, device=parameters.device))
         for call, delta in found:
             i, out = call.weight, call.width

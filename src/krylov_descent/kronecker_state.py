@@ -2,9 +2,10 @@
 
 By the index i of a parameter: f"{i}.inputs" A, f"{i}.outputs" G, f"{i}.bias" the index of the bias that is part of the
 matrix (0-D, if there is one), f"{i}.pulled" (0-D, where A and G are those of pull-backs to the weight itself),
-f"{i}.inputs_inverse" and f"{i}.outputs_inverse" (on ranks that need them), f"{i}.diagonal" [p]; and 0-D "updates" (n),
-"age" (the part of what the inverses were made from that has been replaced since), "damping" and "decay" (λ and Σc of
-the inverses); and "places", those of the parameters among all, frozen ones included.
+f"{i}.begun" (0-D, n of its first update, if that was not 1), f"{i}.inputs_inverse" and f"{i}.outputs_inverse" (on ranks
+that need them), f"{i}.diagonal" [p]; and 0-D "updates" (n), "age" (the part of what the inverses were made from that
+has been replaced since), "damping" and "decay" (λ and Σc of the inverses); and "places", those of the parameters among
+all, frozen ones included.
 """
 
 from __future__ import annotations
@@ -87,18 +88,28 @@ def factors_of(factors: Factors, parameters: ParameterVector) -> dict[str, Tenso
     return {name: x.to(parameters.device, parameters.dtype) if x.ndim else x for name, x in factors.items()}
 
 
-def averaged(old: Factors, fresh: Sums, roles: Roles, e: float) -> dict[str, Tensor]:
-    """e·old + (1 − e)·fresh; a layer without calls keeps what it has, and one of another shape begins anew."""
+def averaged(old: Factors, fresh: Sums, roles: Roles, memory: float, n: int) -> tuple[dict[str, Tensor], float]:
+    """e·old + (1 − e)·fresh at update n; and the smallest e.
+
+    A layer without calls keeps what it has, and one of another shape begins anew.
+    """
     biases = {role.weight: i for i, role in roles.items() if role.kind == BIAS}
     changed = {i for i, role in roles.items() if role.kind == DIAGONAL}
     changed |= {i for i, role in roles.items() if role.kind == PULLED and f"{i}.pulled" not in old}
     changed |= {i for i, r in roles.items() if r.kind == MATRIX and number(old, f"{i}.bias", -1) != biases.get(i, -1)}
     anew = {f"{i}.{what}" for i in changed for what in _OF_LAYERS}
     new = {name: x for name, x in old.items() if name not in anew}
+    least = memory
     for name, x in fresh.items():
-        new[name] = x.lerp_(new[name], e) if name in new else x
+        begun = f"{name.partition('.')[0]}.begun"
+        if name in new:
+            e = min(memory, 1 - 1 / (n - number(new, begun, 1) + 1))
+            new[name], least = x.lerp_(new[name], e), min(least, e)
+        else:
+            new[name] = x
+            new |= {begun: scalar(n)} if n > 1 else {}
     new |= {f"{i}.pulled": scalar(1) for i, role in roles.items() if role.kind == PULLED}
     for weight, i in biases.items():
         if f"{weight}.inputs" in new:
             new[f"{weight}.bias"] = scalar(i)
-    return new
+    return new, least

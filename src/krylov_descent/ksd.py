@@ -139,7 +139,7 @@ def _step(
     assert before is not None
     del on_A  # its vectors are large
     objective.move_to(before)
-    memory = undone(memory)
+    memory = undone(memory, draw)
     draw = draw_sets(memory)
     on_A = pass_over_A(objective, draw.a, gatherer, (memory.seed, memory.iteration, 1))
     return _descend(objective, draw, on_A, memory, settings, lambda: before, None, notes, clock, sent, accepted=False)
@@ -167,8 +167,9 @@ def _descend(
     clock.lap("gradient")
 
     if not accepted:
-        notes.append(f"The previous step had raised the loss on A and was undone; C has now {draw.sizes['C']} samples.")
-    confirmation = confirmation_of(memory, draw, notes)
+        larger = f"; C has now {draw.sizes['C']} samples" if draw.sizes else ""
+        notes.append(f"The previous step had raised the loss on A and was undone{larger}.")
+    confirmation = confirmation_of(memory, draw, last, notes)
     last = None if confirmation is None else last
     ends = math.nan if last is None else _dot(comm, g, last)  # before the builder writes over g
     preconditioner, factors = settings.preconditioner, memory.factors
@@ -178,6 +179,7 @@ def _descend(
         doubt = 1.0 if confirmation is None else confirmation.caution
         doubt *= 1 - draw.coverage if draw.grows else 1.0
         on_A.precondition, factors = preconditioner.refresh(objective, draw.statistics, factors, key, noise=doubt)
+        notes += filter(None, [getattr(preconditioner, "note", "")])
     if on_A.precondition is None and preconditioner is not None:
         notes.append(
             "The closure gave the preconditioner nothing to go by (it returned only the loss, or what is not finite or "
@@ -221,7 +223,7 @@ def _descend(
     here = theta()
     objective.move_to(here if d is None else here + d)  # line 13
     # Where the loss was computed at this very point, once more would tell nothing.
-    if d is not None and not (found.exact and d is found.d and objective.compiled is None):
+    if d is not None and not (found.exact and d is found.d):
         after = loss_taken(objective, draw, found.before)
         if after is None:
             d = None

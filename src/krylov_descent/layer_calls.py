@@ -152,6 +152,8 @@ def recorded_layers(index: Mapping[int, int]) -> Iterator[list[LayerCall]]:
     calls: list[LayerCall] = []
 
     def hook(module: nn.Module, args: Any, output: Any) -> None:
+        if isinstance(module, torch.jit.ScriptModule):  # nothing inside of it is seen
+            return
         weight = index.get(id(module._parameters.get("weight")))
         if weight is None or len(args) != 1 or not all(isinstance(x, Tensor) for x in (*args, output)):
             return

@@ -26,7 +26,8 @@ class Memory:
         earlier: the steps before d_prev, the newest first, where the builder has use for them.
         accepted: the point [P_local] from which it was taken, or None if there is nothing to go back to.
         accepted_loss: f on A there.
-        search_growth: how often C was doubled, or the sets grew.
+        search_growth: how often C was doubled.
+        growths: how often sets grew that are made to.
         carry: for the builder, where it adapts.
         confirmation: of the last steps by samples that they have not seen, where sets grow.
         promise: of the quadratic model, kept or not, where sets grow.
@@ -39,6 +40,7 @@ class Memory:
     accepted: Tensor | None = None
     accepted_loss: float = math.inf
     search_growth: int = 0
+    growths: int = 0
     carry: Carry | None = None
     confirmation: Confirmation | None = None
     promise: Promise | None = None

@@ -39,7 +39,7 @@ class RememberingPreconditioner(Protocol):
     """A way to precondition by statistics of B, or of a part of it, added to those of earlier steps.
 
     What it remembers under one name must be the same on all ranks that have it: a checkpoint stores it once, as a
-    contiguous tensor, and gives it to all.
+    contiguous tensor, and gives it to all. One with a ``note``, a text, has it in the report of the step.
     """
 
     def refresh(

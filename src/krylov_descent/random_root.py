@@ -31,18 +31,20 @@ _BITS = 32  # signs of one hash
 _ODD = (0x9E3779B97F4A7C15 - (1 << 64), 0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64))
 
 
-def random_roots(evaluation: Evaluation, key: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
-    """(z, u) for each output z that the loss is not linear in."""
+def random_roots(evaluation: Evaluation, key: Sequence[int]) -> tuple[list[tuple[Tensor, Tensor]], bool]:
+    """(z, u) for each output z that the loss is not linear in; and whether E[uuᵀ] is H_L, and not a stand-in."""
     outputs = evaluation.outputs
     deltas = torch.autograd.grad(evaluation.loss, outputs, create_graph=True, allow_unused=True)
-    pairs = []
+    pairs, exact = [], True
     for number, (z, delta) in enumerate(zip(outputs, deltas, strict=True)):
         if delta is None or not delta.requires_grad or z.numel() == 0:
             continue
         signs = keyed_signs((*key, number), evaluation.position, z)
         generator = torch.Generator("cpu").manual_seed(_seed((*key, number, evaluation.position)) >> 1)
-        pairs.append((z, _root(z, delta, signs, generator)))
-    return pairs
+        u = _root(z, delta, signs, generator)
+        exact &= u is not None
+        pairs.append((z, _empirical(delta, signs) if u is None else u))
+    return pairs, exact
 
 
 def keyed_signs(key: Sequence[int], position: int, z: Tensor) -> Tensor:
@@ -75,7 +77,8 @@ def _seed(key: Sequence[int]) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-def _root(z: Tensor, delta: Tensor, s: Tensor, generator: torch.Generator) -> Tensor:
+def _root(z: Tensor, delta: Tensor, s: Tensor, generator: torch.Generator) -> Tensor | None:
+    """None where rows couple, or too many outputs of a row."""
     # No two entries alike: signs that all agree in a row would tell nothing of it.
     # In float64, as half precision has no such numbers beyond some hundred.
     v = torch.arange(1, z.numel() + 1, dtype=torch.float64, device="cpu").cos_().to(z.device, z.dtype).view_as(z)
@@ -91,14 +94,18 @@ def _root(z: Tensor, delta: Tensor, s: Tensor, generator: torch.Generator) -> Te
     rows = z if z.ndim else z.reshape(1)
     roots = output_roots(rows, delta, torch.arange(len(rows), device=z.device), generator)
     if isinstance(roots, str):
-        # The mean loss ℓ = Σℓᵢ/N has δᵢ = ∇ℓᵢ/N, and the empirical Fisher matrix is Σ∇ℓᵢ∇ℓᵢᵀ/N.
-        first = s.reshape(len(rows), -1)[:, 0] * len(rows) ** 0.5
-        return row_scaled(delta.detach(), first)
+        return None
     k = len(roots.u)
     if k == 1:  # combined by output_roots
         return roots.u[0].detach().view_as(z)
     by_column = s.reshape(len(rows), -1)[:, :k].T.reshape(k, len(rows), *(1,) * (rows.ndim - 1))
     return (roots.u * by_column).sum(0).detach().view_as(z)
+
+
+def _empirical(delta: Tensor, s: Tensor) -> Tensor:
+    """The mean loss ℓ = Σℓᵢ/N has δᵢ = ∇ℓᵢ/N, and the empirical Fisher matrix is Σ∇ℓᵢ∇ℓᵢᵀ/N."""
+    rows = len(delta) if delta.ndim else 1
+    return row_scaled(delta.detach(), s.reshape(rows, -1)[:, 0] * rows**0.5)
 
 
 def _softmax_root(z: Tensor, probed: Tensor, v: Tensor, s: Tensor, dim: int) -> Tensor | None:

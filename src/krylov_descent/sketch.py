@@ -262,7 +262,8 @@ def _scattered(comm: Comm, rows: Sequence[Tensor], start: int, m: int, none: Ten
 
     Reduce-scattering zeros (``none``) from all ranks but one sends what that one has to its owners.
     """
-    parts = [comm.reduce_scatter(rows[i - start] if start <= i < start + len(rows) else none) for i in range(m)]
+    own = range(start, start + len(rows))
+    parts = [comm.reduce_scatter(rows[i - start] if i in own else none, exact=True) for i in range(m)]
     # Without curvature (a loss that is linear in the outputs) there is no row.
     return torch.stack(parts) if parts else comm.shard(none)[None][:0]
 

@@ -24,7 +24,7 @@ State = MutableMapping[Tensor, Any]
 
 _EARLIER = tuple(f"earlier_{i}" for i in range(1, EARLIER + 1))
 _VECTORS = ("d_prev", "accepted", *_EARLIER)
-_NUMBERS = ("iteration", "seed", "accepted_loss", "search_growth")
+_NUMBERS = ("iteration", "seed", "accepted_loss", "search_growth", "growths")
 _CARRIED = tuple(field.name for field in fields(Carry))
 _JUDGED = tuple(field.name for field in fields(Confirmation))
 _PROMISED = tuple(field.name for field in fields(Promise))
@@ -47,7 +47,9 @@ def read_memory(state: State, first: Tensor, parameters: ParameterVector, seed: 
         whole = {key: read_vector(state, parameters, key, partial=key != "accepted") for key in _VECTORS}
         vectors = {key: None if x is None else comm.shard(x) for key, x in whole.items()}
     elif own == found:
-        vectors = {key: numbers.get(f"{key}_part") for key in _VECTORS}
+        parts = {key: numbers.get(f"{key}_part") for key in _VECTORS}
+        # torch casts what it loads to the dtype of the parameters.
+        vectors = {key: None if x is None else x.to(parameters.device, parameters.dtype) for key, x in parts.items()}
     else:
         raise ValueError(
             f"The optimizer's state is that of rank {found[0]} of {found[1]} with {found[2]:,} parameters, and this is "
@@ -98,7 +100,7 @@ def memory_of(vectors: Mapping[str, Tensor | None], numbers: Mapping[str, int | 
         ValueError: numbers are missing, or there are others.
     """
     groups = [set(group) for group in (_CARRIED, _JUDGED, _PROMISED) if group[0] in numbers]
-    if set(numbers) != {*_NUMBERS}.union(*groups):
+    if set(numbers) | {"growths"} != {*_NUMBERS}.union(*groups):
         raise ValueError(f"The numbers of its state are {sorted(numbers)}, not those of a KSD.")
     return Memory(
         iteration=int(numbers["iteration"]),
@@ -107,6 +109,7 @@ def memory_of(vectors: Mapping[str, Tensor | None], numbers: Mapping[str, int | 
         accepted=vectors.get("accepted"),
         accepted_loss=float(numbers["accepted_loss"]),
         search_growth=int(numbers["search_growth"]),
+        growths=int(numbers.get("growths", numbers["search_growth"])),  # older states have one number for both
         carry=Carry(**{key: float(numbers[key]) for key in _CARRIED}) if _CARRIED[0] in numbers else None,
         confirmation=Confirmation(**{key: float(numbers[key]) for key in _JUDGED}) if _JUDGED[0] in numbers else None,
         promise=Promise(**{key: float(numbers[key]) for key in _PROMISED}) if _PROMISED[0] in numbers else None,

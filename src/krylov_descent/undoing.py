@@ -26,7 +26,7 @@ def settle(objective: Objective, draw: StepSets, memory: Memory) -> tuple[Settle
         return Settlement(losses.mean, accepted=True), memory
     assert memory.accepted is not None
     objective.move_to(memory.accepted)
-    return Settlement(earlier, accepted=False), undone(memory)
+    return Settlement(earlier, accepted=False), undone(memory, draw)
 
 
 def undoing(
@@ -49,16 +49,22 @@ def unmoved(objective: Objective, memory: Memory) -> bool:
     return not float(objective.comm.max(torch.tensor(float(elsewhere), device="cpu")))
 
 
-def undone(memory: Memory) -> Memory:
-    """The memory after going back: no last step, and a larger C."""
-    return replace(memory, d_prev=None, earlier=(), accepted=None, search_growth=memory.search_growth + 1)
+def undone(memory: Memory, draw: StepSets) -> Memory:
+    """The memory after going back: no last step, and a larger C, or larger sets."""
+    memory = replace(memory, d_prev=None, earlier=(), accepted=None)
+    if draw.grows:
+        return replace(memory, growths=memory.growths + 1)
+    return replace(memory, search_growth=memory.search_growth + 1)
 
 
 def grown(memory: Memory, draw_sets: Callable[[Memory], StepSets]) -> tuple[Memory, StepSets, list[str]]:
     """The sets of this step, larger where the last ones asked for it; with the memory that has them, and why B grew."""
-    if memory.confirmation is not None and memory.confirmation.too_little:
-        memory = replace(memory, search_growth=memory.search_growth + 1)
     draw, promise = draw_sets(memory), memory.promise
+    if not draw.grows:
+        return memory, draw, []
+    if memory.confirmation is not None and memory.confirmation.too_little:
+        memory = replace(memory, growths=memory.growths + 1)
+        draw = draw_sets(memory)
     if promise is None or not promise.broken:
         return memory, draw, []
     for more in range(1, 4):  # one doubling may be less than the sets have anyway
@@ -71,13 +77,22 @@ def grown(memory: Memory, draw_sets: Callable[[Memory], StepSets]) -> tuple[Memo
     return replace(memory, promise=replace(promise, agreement=1.0)), draw, []
 
 
-def confirmation_of(memory: Memory, draw: StepSets, notes: list[str]) -> Confirmation | None:
-    """What is known of the last steps, if A is not everything; begun anew where the sets have just grown."""
+def confirmation_of(memory: Memory, draw: StepSets, last: Tensor | None, notes: list[str]) -> Confirmation | None:
+    """What is known of the last steps, if A is not everything; begun anew where the sets have just grown.
+
+    ``last`` is the step that has led here; None if there was none, or the parameters were changed since.
+    """
     known = memory.confirmation or Confirmation()
-    if draw.grows and known.too_little:
+    if not draw.grows:
+        return None
+    if known.too_little:
         notes.append(
             f"A has now {draw.sizes['A']} samples: of the slope of the last {known.judged:.0f} steps, other samples "
             f"confirmed {known.share:.0%}."
         )
         known = Confirmation(slope=known.slope, caution=known.caution)
-    return replace(known, wanted=wanted(draw.coverage)) if draw.grows and not draw.covers_all else None
+    if draw.covers_all:
+        return None
+    if last is None and memory.d_prev is not None:
+        notes.append("The parameters were changed since the last step: sets do not grow by what it would have told.")
+    return replace(known, wanted=wanted(draw.coverage))

@@ -61,12 +61,16 @@ def parts(optimizer: KSD, iteration: int) -> dict[str, Tensor | None]:
     return {k: x[rank * s : (rank + 1) * s].clone() for k, x in padded.items()}
 
 
+def numbers_of(iteration: int) -> dict[str, int | float]:
+    return {"iteration": iteration, "seed": 2**60 + 1, "accepted_loss": math.inf, "search_growth": 2, "growths": 3}
+
+
 def pretend(model: nn.Module, optimizer: KSD, iteration: int) -> None:
     """A state as after some steps: everything is a function of the iteration."""
     with torch.no_grad():
         for i, x in enumerate(model.state_dict().values()):
             x.fill_(iteration + i)
-    numbers = {"iteration": iteration, "seed": 2**60 + 1, "accepted_loss": math.inf, "search_growth": 2}
+    numbers = numbers_of(iteration)
     optimizer.load_sharded_state(parts(optimizer, iteration), numbers)
     optimizer.param_groups[0]["lr"] = 0.5
 
@@ -83,7 +87,7 @@ def require(model: nn.Module, optimizer: KSD, iteration: int) -> None:
         assert own is not None
         assert part is not None
         assert torch.equal(own, part), (name, own, part)
-    assert numbers == {"iteration": iteration, "seed": 2**60 + 1, "accepted_loss": math.inf, "search_growth": 2}
+    assert numbers == numbers_of(iteration)
     assert optimizer.param_groups[0]["lr"] == 0.5
 
 

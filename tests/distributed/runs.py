@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from krylov_descent import KSD, Growing, StepReport, Subsets
 from krylov_descent.distributed import Ranks
+from krylov_descent.distributed.process_group import GroupComm
 
 
 def model_of(kind: str, dtype: torch.dtype) -> nn.Module:
@@ -89,6 +90,14 @@ def train(
     else:
         reports = [optimizer.step(closure, sets) for _ in range(steps)]
     return outcome(model, reports)
+
+
+def scattered(group: Any) -> list[float]:
+    """How far the sum of thirds over ranks is off on a narrow wire: as gradients go, and as factors do."""
+    comm = GroupComm(group, torch.bfloat16)
+    x = torch.full((10,), 1 / 3, dtype=torch.float64)
+    sums = [comm.all_gather(comm.reduce_scatter(x, exact=exact), 10) for exact in (False, True)]
+    return [float((y - comm.ranks / 3).abs().max()) for y in sums]
 
 
 def wrapped(group: Any) -> None:

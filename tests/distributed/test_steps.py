@@ -11,7 +11,7 @@ import torch
 
 from krylov_descent import DEEP, Rational
 from tests.distributed.pool import Pool, RanksFailedError
-from tests.distributed.runs import train, wrapped
+from tests.distributed.runs import scattered, train, wrapped
 
 RANKS = (2, 3, 4)
 
@@ -110,6 +110,12 @@ def test_a_narrow_wire_halves_what_is_sent_and_still_trains(pool: Pool) -> None:
     assert narrow["losses"][-1] < 0.5 * narrow["losses"][0]
     assert narrow["losses"][-1] == pytest.approx(wide["losses"][-1], rel=0.5)
     assert narrow["sent"][0] < 0.85 * wide["sent"][0]  # directions stay wide
+
+
+def test_what_is_to_be_inverted_does_not_take_the_narrow_wire(pool: Pool) -> None:
+    for narrow, exact in pool.run(2, scattered):
+        assert narrow > 1e-4
+        assert exact < 1e-15
 
 
 def test_cost_is_that_of_all_ranks(pool: Pool) -> None:

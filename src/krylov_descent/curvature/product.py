@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -21,11 +20,7 @@ from krylov_descent.distributed.sharded import local_part
 from krylov_descent.objective import GRADIENT, Objective
 from krylov_descent.rows import Rows
 from krylov_descent.sums import ShareSums
-
-_NOT_TWICE = re.compile(
-    r"derivative for .* is not implemented|once_differentiable|double backward|differentiated twice",
-    re.IGNORECASE,
-)
+from krylov_descent.twice import explained
 
 
 class _Built(NamedTuple):
@@ -195,22 +190,3 @@ class CurvatureProduct:
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
             yield size
-
-
-@contextmanager
-def explained() -> Iterator[None]:
-    """Turn PyTorch's refusals to differentiate twice into an error with a remedy.
-
-    Raises:
-        ValueError: an operation of the model has no second derivative.
-    """
-    try:
-        yield
-    except (RuntimeError, NotImplementedError) as error:
-        if isinstance(error, torch.OutOfMemoryError) or not _NOT_TWICE.search(str(error)):
-            raise
-        raise ValueError(
-            f"An operation of the model cannot be differentiated twice, which curvature products need: {error} "
-            "Known cases: nn.EmbeddingBag (use nn.Embedding and a sum), CTC loss, compiled modules (pass the "
-            "uncompiled one), nn.LSTM, GRU and RNN on CUDA (step inside torch.backends.cudnn.flags(enabled=False))."
-        ) from error

@@ -79,8 +79,8 @@ class Comm(Protocol):
         """Elementwise maximum of a small tensor over ranks."""
         ...
 
-    def reduce_scatter(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """[P] → [P_local]: the sum over ranks, of which each keeps its part."""
+    def reduce_scatter(self, x: Tensor, out: Tensor | None = None, *, exact: bool = False) -> Tensor:
+        """[P] → [P_local]: the sum over ranks, of which each keeps its part; ``exact``: sent in the dtype of x."""
         ...
 
     def all_gather(self, x: Tensor, numel: int, *, row: bool = False) -> Tensor:
@@ -124,7 +124,7 @@ class SingleProcess:
         """Return ``x``."""
         return x
 
-    def reduce_scatter(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+    def reduce_scatter(self, x: Tensor, out: Tensor | None = None, *, exact: bool = False) -> Tensor:
         """Return ``x``."""
         return x
 

@@ -70,7 +70,7 @@ class MeshComm:
         """Over all ranks."""
         return self._reduced(self.shard(x) @ self.shard(y), dist.ReduceOp.SUM)
 
-    def reduce_scatter(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+    def reduce_scatter(self, x: Tensor, out: Tensor | None = None, *, exact: bool = False) -> Tensor:
         """As ``shard``: gradients are summed where they are brought into the parameters' placements."""
         return self.shard(x)
 

@@ -137,12 +137,12 @@ class GroupComm:
         rows = self._gathered(x.detach().to(self._device or "cpu", torch.float64).reshape(1, -1))
         return rows.amax(0).reshape(x.shape).to(x.device, x.dtype)
 
-    def reduce_scatter(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+    def reduce_scatter(self, x: Tensor, out: Tensor | None = None, *, exact: bool = False) -> Tensor:
         """By all-to-all, bucket after bucket."""
         P, (start, stop) = x.numel(), self.bounds(x.numel())
         s, R = stop - start, self.ranks
         out = x.new_empty(s) if out is None else out
-        wire = self._wire or x.dtype
+        wire = x.dtype if exact else self._wire or x.dtype
         step = max(1, _BUCKET // R)
         for i in range(0, s, step):
             j = min(s, i + step)
