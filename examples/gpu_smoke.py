@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from krylov_descent import KSD, Storage, Subsets
+from krylov_descent import DEEP, KSD, Growing, Storage, Subsets
 
 Device = torch.device
 Result = tuple[float, float]  # the largest Ritz value of the first step, the loss after the last
@@ -80,6 +80,17 @@ def sample_sets(device: Device) -> Result:
 
     sets = Subsets((x.cpu(), y.cpu()), batch_size=100, fraction=0.25, device=device, seed=0)
     return trained(model, closure, sets)
+
+
+def deep(device: Device) -> Result:
+    """Sets that grow, and the preconditioner that sees layers."""
+    model, x, y = perceptron(device)
+
+    def closure(batch: Any) -> tuple[Tensor, Tensor]:
+        r = model(batch[0]) - batch[1]
+        return r.square().mean(), r
+
+    return trained(model, closure, Growing((x.cpu(), y.cpu()), batch_size=600, device=device, seed=0), **DEEP)
 
 
 def autocast(device: Device) -> Result:
@@ -197,6 +208,8 @@ CHECKS: dict[str, tuple[Callable[[Device], Result], float, float]] = {
     "basis-on-cpu": (lambda device: regression(device, storage=Storage(device="cpu")), 1e-4, LOSS),
     "basis-bfloat16": (lambda device: regression(device, storage=Storage(dtype=torch.bfloat16)), 1e-2, LOSS),
     "hessian": (lambda device: regression(device, curvature="hessian"), 1e-4, LOSS),
+    "rational": (lambda device: regression(device, basis="rational"), 1e-3, LOSS),
+    "deep": (deep, 1e-2, LOSS),
     "autocast": (autocast, 2e-2, LOSS),
     "physics": (physics, 1e-4, LOSS),
     "convolution": (convolution, 1e-4, LOSS),

@@ -36,6 +36,8 @@ def dense(model: nn.Module, closure: Closure) -> tuple[Tensor, Tensor]:
     slopes = torch.autograd.grad(loss, outputs, create_graph=True)
     G = torch.zeros((), dtype=F64)
     for z, dz in zip(outputs, slopes, strict=True):
+        if not z.numel():
+            continue
         rows = []
         for e in z.reshape(-1):
             grads = torch.autograd.grad(e, params, retain_graph=True, allow_unused=True, materialize_grads=True)

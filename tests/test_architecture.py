@@ -154,17 +154,17 @@ ALLOWED: dict[str, set[str]] = {
     "jacobian": set(),
     "row_choice": {"closure", "data", "jacobian", "objective", "output_hessian"},
     "row_writing": {"jacobian", "objective"},
-    "sketch": {
+    "batch_rows": {
         "closure",
         "curvature.gauss_newton",
         "data",
-        "distributed",
         "jacobian",
         "objective",
         "output_hessian",
         "row_choice",
         "row_writing",
     },
+    "sketch": {"batch_rows", "closure", "data", "distributed", "objective"},
     "flow": {"basis", "distributed"},
     "rational": {"basis", "budget", "data", "distributed", "flow", "objective", "rows", "sketch"},
     "options": {

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from krylov_descent import KSD
-from krylov_descent.distributed import SingleProcess
+from krylov_descent import KSD, Rational, Subsets
+from krylov_descent.distributed import Ranks, SingleProcess
 from krylov_descent.jacobian import OwnWeights
 from krylov_descent.objective import Objective
 from krylov_descent.output_hessian import output_roots
@@ -184,10 +185,60 @@ def named() -> tuple[nn.Module, Closure]:
     return model, closure
 
 
+def columns() -> tuple[nn.Module, Closure]:
+    """The last of three columns has rows that depend on two points each."""
+    model, x = mlp(2, 5, 3), torch.rand(12, 2, dtype=F64)
+
+    def closure() -> tuple[Tensor, Tensor]:
+        u, v, p = model(x).T
+        z = torch.stack([u - 1, v + 1, p - p.roll(1)], 1)
+        return z.square().mean(), z
+
+    return model, closure
+
+
+def reversed_rows() -> tuple[nn.Module, Closure]:
+    """Of an odd number of points, the last first."""
+    model, x = mlp(2, 5, 1), torch.rand(11, 2, dtype=F64)
+
+    def closure() -> tuple[Tensor, Tensor]:
+        r = model(x).flip(0) - x[:, :1]
+        return r.square().mean(), r
+
+    return model, closure
+
+
+def remembered() -> tuple[nn.Module, Closure]:
+    """Layers that are computed again in every backward pass."""
+    model, x = mlp(2, 5, 5, 1), torch.rand(11, 2, dtype=F64)
+
+    def closure() -> tuple[Tensor, Tensor]:
+        u: Tensor = torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False)
+        r = u - x[:, :1]
+        return r.square().mean(), r
+
+    return model, closure
+
+
+def no_sensors() -> tuple[nn.Module, Closure]:
+    """A term that has no points just now."""
+    model, x = mlp(2, 5, 1), torch.rand(12, 2, dtype=F64)
+
+    def closure() -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        r, s = model(x) - 1, model(x[:0])
+        return r.square().mean() + s.square().sum(), (r, s)
+
+    return model, closure
+
+
 @pytest.mark.parametrize(
     ("problem", "together"),
     [
         (pinn, True),
+        (columns, False),
+        (reversed_rows, False),
+        (remembered, False),
+        (no_sensors, True),
         (classifier, True),
         (sequence, True),
         (scaled, True),
@@ -215,6 +266,102 @@ def test_all_rows_are_the_gauss_newton_matrix(problem: Callable[[], tuple[nn.Mod
     again = sketcher.draw(objective_of(model, closure), [Microbatch(None, None)], (1,))
     assert not again.note
     torch.testing.assert_close(again.J.T @ again.J, G)
+
+
+def test_rows_that_move_are_found_again() -> None:
+    """At once where nothing is left of them, or at the next look; a run that is resumed there sees the same."""
+    model, x, y = mlp(2, 5, 1), torch.rand(60, 2, dtype=F64), torch.rand(60, 1, dtype=F64)
+    first = [0]
+
+    def closure() -> tuple[Tensor, Tensor]:
+        k = first[0]
+        r = model(x)[k : k + 20] - y[k : k + 20]
+        return r.square().mean(), r
+
+    sketcher = Sketcher(10_000)
+    for n in range(40):
+        first[0] = 20 if n == 35 else first[0]
+        sketch = sketcher.draw(objective_of(model, closure), [Microbatch(None, None)], (n,))
+        if n in (0, 34, 35, 39):
+            G, g = dense(model, closure)
+            torch.testing.assert_close(sketch.J.T @ sketch.J, G)
+            torch.testing.assert_close(sketch.J.T @ sketch.rho, g)
+    assert sketcher.together
+    assert not sketch.note
+
+
+def test_some_rows_where_a_term_has_no_points() -> None:
+    model, closure = no_sensors()
+    sketch = Sketcher(4).draw(objective_of(model, closure), [Microbatch(None, None)], (0,))
+    assert len(sketch.J) == 4
+    assert not sketch.whole
+
+
+def test_wrong_rows_are_found_out_in_half_precision() -> None:
+    """A convolution's weights have no columns; the comparison must not allow for that as rounding."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv1d(1, 20, 3), nn.Tanh(), nn.Flatten(), nn.Linear(120, 1)).bfloat16()
+    x = torch.randn(30, 1, 8).bfloat16()
+
+    def closure() -> tuple[Tensor, Tensor]:
+        r = model(x).float() - 1
+        return r.square().mean(), r
+
+    sketcher = Sketcher(10_000)
+    sketch = sketcher.draw(objective_of(model, closure), [Microbatch(None, None)], (0,))
+    assert not sketcher.together
+    assert bool(sketch.J[:, :60].any())
+
+
+def test_right_rows_are_not_refuted_by_an_autocast() -> None:
+    torch.manual_seed(0)
+    model, x = mlp(2, 30, 30, 1).float(), torch.rand(200, 2)
+
+    def closure() -> tuple[Tensor, Tensor]:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            u = model(x)
+        r = u.float() - x[:, :1]
+        return r.square().mean(), r
+
+    sketcher = Sketcher(10_000)
+    sketcher.draw(objective_of(model, closure), [Microbatch(None, None)], (0,))
+    assert sketcher.together
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_two_coupled_rows_among_many_are_seen(seed: int) -> None:
+    """Whatever the signs of the probe are."""
+    model, x = mlp(2, 5, 1), torch.rand(30, 2, dtype=F64)
+
+    def closure() -> tuple[Tensor, Tensor]:
+        u = model(x)[:, 0]
+        return u.square().mean() + (u[0] - u[-1]).square(), u
+
+    with pytest.raises(ValueError, match="couples rows"):
+        Sketcher(100).draw(objective_of(model, closure), [Microbatch(None, None)], (seed,))
+
+
+def test_a_note_says_that_sketches_are_large() -> None:
+    model, x = mlp(2, 5, 4), torch.rand(60, 2, dtype=F64)
+
+    def closure(batch: Any) -> tuple[Tensor, Tensor]:
+        z = model(batch)
+        return z.square().mean(), z
+
+    optimizer = KSD(model.parameters(), basis=Rational(rows=10))
+    sets = Subsets(x, batch_size=1, fraction=0.5, seed=0)
+    first, second = (optimizer.step(closure, sets) for _ in range(2))
+    assert any("120 rows in place of 10" in note for note in first.notes)
+    assert not any("in place of" in note for note in second.notes)
+
+
+def test_fixed_shares_in_one_process() -> None:
+    model, closure = pinn()
+    other, same = pinn()
+    KSD(model.parameters(), basis="rational").step(closure)
+    KSD(other.parameters(), basis="rational", process_group=Ranks(None, reproducible=8)).step(same)
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-8)
 
 
 def test_rows_that_cancel_are_not_refuted() -> None:

@@ -91,6 +91,9 @@ class OwnWeights(TorchFunctionMode):
     Args:
         params: the parameters, by position.
         chosen: number of rows → which of them, ascending; inputs with another number of rows are left alone.
+
+    Attributes:
+        eps: ε of the coarsest dtype that such a layer gave: inside an autocast it is coarser than the parameters'.
     """
 
     def __init__(self, params: Sequence[Tensor], chosen: Mapping[int, Tensor]) -> None:
@@ -98,6 +101,7 @@ class OwnWeights(TorchFunctionMode):
         self._params, self._index = params, {id(p): i for i, p in enumerate(params)}
         self._chosen = chosen
         self._own: dict[tuple[int, int], Tensor] = {}
+        self.eps = 0.0
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Iterable[Any], args: Sequence[Any] = (), kwargs: Any = None
@@ -110,6 +114,7 @@ class OwnWeights(TorchFunctionMode):
         if not trained or x.ndim < 2 or x.shape[0] not in self._chosen:
             return y
         S = self._chosen[x.shape[0]]
+        self.eps = max(self.eps, torch.finfo(y.dtype).eps)
         # [s, positions, in], so that one product serves vectors and sequences
         xs = x[S].reshape(len(S), -1, x.shape[-1])
         added = xs.new_zeros(())
@@ -149,8 +154,8 @@ def _linear(
     return input, weight, bias
 
 
-def write_rows(own: OwnWeights, z: Tensor, place: Place, S: Tensor, u: Tensor, into: Sequence[Tensor]) -> None:
-    """uᵢᵀ∂zᵢ/∂θ for all i in S, into views [s, …] of the parameters' columns."""
+def write_rows(own: OwnWeights, z: Tensor, place: Place, S: Tensor, u: Tensor, into: Sequence[Tensor]) -> int:
+    """uᵢᵀ∂zᵢ/∂θ for all i in S, into views [s, …] of the parameters' columns; → how many backward passes it took."""
     pairs, at = own.of(place, S)
     for view in into:
         view.zero_()
@@ -164,7 +169,8 @@ def write_rows(own: OwnWeights, z: Tensor, place: Place, S: Tensor, u: Tensor, i
         try:
             _write_columns(zs, u, list(outside.values()), [into[i] for i in outside])
         except RuntimeError:  # an operation without a second derivative: zero is refuted, and rows had one by one
-            return
+            return 1
+    return 1 + sum(p.numel() for p in outside.values())
 
 
 def _write_columns(zs: Tensor, u: Tensor, params: Sequence[Tensor], into: Sequence[Tensor]) -> None:

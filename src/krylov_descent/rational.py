@@ -43,7 +43,7 @@ from krylov_descent.distributed import inner
 from krylov_descent.flow import Factored, acceleration, damped_steps, flow_direction, new_damping
 from krylov_descent.objective import Objective
 from krylov_descent.rows import Rows
-from krylov_descent.sketch import Sketch, Sketcher, finite_rows
+from krylov_descent.sketch import Sketch, Sketcher, finite_rows, require_plain
 
 _FIRST, _LEAST, _MOST = 1e-6, 1e-18, 1e-5  # λ of the flow, relative to the trace of K: at first, and its bounds
 _SHORTEST = 2.0**-14
@@ -261,9 +261,10 @@ class RationalBuilder:
         """Before anything runs.
 
         Raises:
-            ValueError: the budget is too small for the sketch.
+            ValueError: the budget is too small for the sketch, or parameters are on a mesh.
         """
         parameters = objective.parameters
+        require_plain(objective.comm, parameters.numel)
         taken = sketch_bytes(self._options.rows, parameters.numel, parameters.dtype)
         if self._budget is not None and taken > self._budget:
             raise ValueError(

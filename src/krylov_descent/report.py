@@ -80,7 +80,7 @@ class StepReport:
         search_loss_before: f on C before the step.
         search_loss_after: f on C after it.
         grad_norm: ‖g‖ on A.
-        krylov_dim: Krylov vectors kept; the previous direction is not counted.
+        krylov_dim: Krylov vectors kept; the previous direction is not counted. With basis="rational", all vectors.
         ritz_values: eigenvalues of H̄, ascending: a picture of the curvature seen from the gradient.
         inner_iterations: BFGS iterations.
         inner_evaluations: evaluations of f and its gradient on C.

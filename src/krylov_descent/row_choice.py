@@ -62,7 +62,8 @@ def sizes_of(evaluation: Evaluation) -> list[Tensor]:
         deltas = torch.autograd.grad(evaluation.loss, outputs, allow_unused=True)
     found = []
     for z, delta in zip(outputs, deltas, strict=True):
-        size = (torch.zeros_like(z) if delta is None else delta).detach().reshape(z.shape[0] if z.ndim else 1, -1)
+        n = z.shape[0] if z.ndim else 1
+        size = (torch.zeros_like(z) if delta is None else delta).detach().reshape(n, z.numel() // max(1, n))
         found.append(size.double().square().sum(1).nan_to_num(0.0, 0.0, 0.0).cpu())
     return found
 
@@ -83,7 +84,9 @@ def everything(seen: Seen, wanted: int) -> bool:
     return all(s == (shape[0] if shape else 1) for s, shape in zip(counts(seen, wanted), seen.shapes, strict=True))
 
 
-def choose(seen: Seen, sizes: Sequence[Tensor], wanted: int, generator: torch.Generator) -> list[Chosen]:
+def choose(
+    seen: Seen, sizes: Sequence[Tensor], wanted: int, generator: torch.Generator, device: torch.device
+) -> list[Chosen]:
     """Which rows of each output are drawn; the same of outputs that come from the same rows.
 
     Evenly, but for rows whose ``sizes`` are far above the mean: a few, at a front, may hold most of the loss.
@@ -98,7 +101,7 @@ def choose(seen: Seen, sizes: Sequence[Tensor], wanted: int, generator: torch.Ge
     for key, s in most.items():
         chance = chances(summed[key], s)
         S = systematic(chance, s, generator)
-        drawn[key] = Chosen(S, chance[S])
+        drawn[key] = Chosen(S.to(device), chance[S])
     return [drawn[key] for key in keys]
 
 
@@ -140,7 +143,7 @@ def samples_of(seen: Seen, chosen: Sequence[Chosen]) -> dict[int, Tensor]:
     """For each number of rows of a layer's inputs, those that some output was chosen from."""
     rows: dict[int, list[Tensor]] = {}
     for place, drawn in zip(seen.places, chosen, strict=True):
-        if place is None:
+        if place is None or not len(drawn.rows):
             continue
         rows.setdefault(place.rows, []).append(place.of(drawn.rows).reshape(-1))
     return {number: torch.unique(torch.cat(parts)) for number, parts in rows.items()}

@@ -93,6 +93,6 @@ def confirmation_of(memory: Memory, draw: StepSets, last: Tensor | None, notes: 
         known = Confirmation(slope=known.slope, caution=known.caution)
     if draw.covers_all:
         return None
-    if last is None and memory.d_prev is not None:
+    if last is None and memory.accepted is not None:
         notes.append("The parameters were changed since the last step: sets do not grow by what it would have told.")
     return replace(known, wanted=wanted(draw.coverage))

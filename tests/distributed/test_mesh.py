@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from krylov_descent import KSD, Search, Subsets
+from krylov_descent import DEEP, KSD, Search, Subsets
 from krylov_descent.baselines import HessianFree
 from krylov_descent.distributed.gathered import all_rows, own_rows, shard_at_rest
 from tests.distributed.pool import Pool, RanksFailedError
@@ -208,8 +208,11 @@ def refusals(group: Any, which: str) -> None:
         KSD(model.parameters(), process_group=group).step(lambda: (None, None))
     elif which == "compile":
         KSD(model.parameters(), compile=True).step(lambda: (None, None))
-    else:
+    elif which == "checkpoint":
         KSD(model.parameters()).sharded_state()
+    else:
+        closure, sets = problem(model, lambda x: distribute_tensor(x, mesh, [Replicate()]))
+        KSD(model.parameters(), **{"rational": {"basis": "rational"}, "kronecker": DEEP}[which]).step(closure, sets)
 
 
 @pytest.mark.parametrize(
@@ -219,6 +222,8 @@ def refusals(group: Any, which: str) -> None:
         ("group", "mesh of their own"),
         ("compile", "mesh of their own"),
         ("checkpoint", "get_state_dict"),
+        ("rational", "basis='rational' cannot be used with parameters on a mesh"),
+        ("kronecker", "preconditioner='kronecker' cannot be used with parameters on a mesh"),
     ],
 )
 def test_what_cannot_be_had_is_refused(pool: Pool, which: str, message: str) -> None:
