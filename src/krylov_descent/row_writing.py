@@ -101,9 +101,9 @@ def _columns(block: Tensor, params: Sequence[Tensor]) -> list[Tensor]:
 
 def _vacant(wanted: Wanted, block: Tensor) -> bool:
     """Whether some row of zeros should perhaps not be: so it looks where rows no longer come from their place."""
-    largest = torch.linalg.vector_norm(block, torch.inf, dim=1)
+    size = torch.linalg.vector_norm(block, dim=1)  # vectorised, as that of the largest element is not
     asked = (wanted.u != 0).reshape(wanted.rows, -1).any(1)
-    return bool(((largest == 0) & asked).any())
+    return bool(((size == 0) & asked).any())
 
 
 def _confirmed(wanted: Wanted, params: Sequence[Tensor], block: Tensor, coarsest: float, seed: int) -> bool:
