@@ -12,7 +12,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from krylov_descent import KSD, Rational, Subsets
+from krylov_descent import KSD, Rational, Subsets, row_writing
 from krylov_descent.distributed import Ranks, SingleProcess
 from krylov_descent.jacobian import OwnWeights
 from krylov_descent.objective import Objective
@@ -268,14 +268,18 @@ def test_all_rows_are_the_gauss_newton_matrix(problem: Callable[[], tuple[nn.Mod
     torch.testing.assert_close(again.J.T @ again.J, G)
 
 
-def test_rows_that_move_are_found_again() -> None:
-    """At once where nothing is left of them, or at the next look; a run that is resumed there sees the same."""
+@pytest.mark.parametrize("coefficient", [False, True])  # whose column is right wherever rows come from
+def test_rows_that_move_are_found_again(coefficient: bool) -> None:
+    """At once where nothing is left of them; a run that is resumed there sees the same."""
     model, x, y = mlp(2, 5, 1), torch.rand(60, 2, dtype=F64), torch.rand(60, 1, dtype=F64)
-    first = [0]
+    first, factor = [0], torch.ones((), dtype=F64)
+    if coefficient:
+        factor = nn.Parameter(factor)
+        model.register_parameter("factor", factor)
 
     def closure() -> tuple[Tensor, Tensor]:
         k = first[0]
-        r = model(x)[k : k + 20] - y[k : k + 20]
+        r = factor * model(x)[k : k + 20] - y[k : k + 20]
         return r.square().mean(), r
 
     sketcher = Sketcher(10_000)
@@ -290,6 +294,50 @@ def test_rows_that_move_are_found_again() -> None:
     assert not sketch.note
 
 
+def test_what_was_refuted_stays_so() -> None:
+    """Also where later calls would pass, or cannot tell."""
+    model, x = mlp(2, 5, 1), torch.rand(12, 2, dtype=F64)
+    calls = [0]
+
+    def closure() -> tuple[Tensor, Tensor]:
+        u = model(x)
+        r = u - u.roll(1, 0) if calls[0] % 2 == 0 else u - 1
+        if calls[0] == 3:
+            r = r + 0 * torch.sqrt(0 * u)  # of infinite slope
+        return r.square().mean(), r
+
+    sketcher = Sketcher(10_000)
+    for n in range(9):
+        calls[0] = n
+        sketch = sketcher.draw(objective_of(model, closure), [Microbatch(None, None)], (n,))
+        if n != 3:
+            G, _ = dense(model, closure)
+            torch.testing.assert_close(sketch.J.T @ sketch.J, G)
+
+
+def test_honest_rows_of_zeros_are_judged_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a hard constraint, for example."""
+    model, x = mlp(1, 5, 1), torch.linspace(0, 1, 11, dtype=F64)[:, None]
+    judged = [0]
+    kept = row_writing._confirmed
+
+    def counted(*given: Any) -> bool:
+        judged[0] += 1
+        return kept(*given)
+
+    monkeypatch.setattr(row_writing, "_confirmed", counted)
+
+    def closure() -> tuple[Tensor, Tensor]:
+        r = x * (1 - x) * model(x) - x
+        return r.square().mean(), r
+
+    sketcher = Sketcher(10_000)
+    for n in range(12):
+        sketcher.draw(objective_of(model, closure), [Microbatch(None, None)], (n,))
+    assert judged[0] == 4  # at calls 1, 2, 4 and 8
+    assert sketcher.together
+
+
 def test_some_rows_where_a_term_has_no_points() -> None:
     model, closure = no_sensors()
     sketch = Sketcher(4).draw(objective_of(model, closure), [Microbatch(None, None)], (0,))
@@ -297,11 +345,12 @@ def test_some_rows_where_a_term_has_no_points() -> None:
     assert not sketch.whole
 
 
-def test_wrong_rows_are_found_out_in_half_precision() -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_wrong_rows_are_found_out_in_half_precision(dtype: torch.dtype) -> None:
     """A convolution's weights have no columns; the comparison must not allow for that as rounding."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv1d(1, 20, 3), nn.Tanh(), nn.Flatten(), nn.Linear(120, 1)).bfloat16()
-    x = torch.randn(30, 1, 8).bfloat16()
+    model = nn.Sequential(nn.Conv1d(1, 20, 3), nn.Tanh(), nn.Flatten(), nn.Linear(120, 1)).to(dtype)
+    x = torch.randn(30, 1, 8).to(dtype)
 
     def closure() -> tuple[Tensor, Tensor]:
         r = model(x).float() - 1
@@ -313,12 +362,13 @@ def test_wrong_rows_are_found_out_in_half_precision() -> None:
     assert bool(sketch.J[:, :60].any())
 
 
-def test_right_rows_are_not_refuted_by_an_autocast() -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_right_rows_are_not_refuted_by_an_autocast(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     model, x = mlp(2, 30, 30, 1).float(), torch.rand(200, 2)
 
     def closure() -> tuple[Tensor, Tensor]:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.autocast("cpu", dtype=dtype):
             u = model(x)
         r = u.float() - x[:, :1]
         return r.square().mean(), r

@@ -187,11 +187,13 @@ class ClosureOptimizer(Optimizer):
         """
         require_sound(state_dict, self._owner(), self.param_groups)
         super().load_state_dict(state_dict)
-        # torch has cast all of it to the parameters' dtype, in which a preconditioner's factors may not fit.
+        # torch has cast all of it to the parameters' dtype, in which factors, and parts of directions, may not fit.
         here = [p for group in self.param_groups for p in group["params"]]
         there = [i for group in state_dict["param_groups"] for i in group["params"]]
         for i, p in zip(there, here, strict=True):
-            factors = state_dict["state"].get(i, {}).get("factors")
+            found = state_dict["state"].get(i, {})
+            self.state[p].update({key: x.to(p.device) for key, x in found.items() if key.endswith("_part")})
+            factors = found.get("factors")
             if factors is not None:
                 self.state[p]["factors"] = {
                     name: x.to(p.device) if isinstance(x, Tensor) else x for name, x in factors.items()

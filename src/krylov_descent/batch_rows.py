@@ -23,6 +23,7 @@ from krylov_descent.row_choice import Chosen, Seen, choose, everything, look, sa
 from krylov_descent.row_writing import MovedError, RowWriter, Wanted
 
 _ATTEMPTS = 3  # to see which outputs there are
+_Moved = Callable[[Objective, Microbatch, Seen], bool]
 
 
 class BatchRows:
@@ -41,15 +42,22 @@ class BatchRows:
 
     def part(self, objective: Objective, batch: Microbatch, wanted: int, seed: int) -> Part:
         """Some rows, about ``wanted`` of them; ``seed`` tells which."""
+        part = self._tried(objective, batch, wanted, seed, self._moved)
+        # Tried again out here, where nothing holds on to the rows of before.
+        part = part or self._tried(objective, batch, wanted, seed, _nowhere)
+        return part or self._rows_of(objective, batch, wanted, seed, _nowhere)
+
+    def _tried(self, objective: Objective, batch: Microbatch, wanted: int, seed: int, moved: _Moved) -> Part | None:
+        """None where something was found that rows have to be written anew for."""
         try:
-            return self._rows_of(objective, batch, wanted, seed, self._moved)
+            return self._rows_of(objective, batch, wanted, seed, moved)
         except MovedError:
-            return self._rows_of(objective, batch, wanted, seed, lambda *_: False)
+            return None
         except CheckpointError:
             if not self._kept:
                 raise
             self._kept = False
-            return self._rows_of(objective, batch, wanted, seed, lambda *_: False)
+            return None
 
     def _moved(self, objective: Objective, batch: Microbatch, seen: Seen) -> bool:
         """Whether rows come from elsewhere, seen by looking again."""
@@ -65,7 +73,7 @@ class BatchRows:
         batch: Microbatch,
         wanted: int,
         seed: int,
-        moved: Callable[[Objective, Microbatch, Seen], bool],
+        moved: _Moved,
     ) -> Part:
         evaluation, own, seen, chosen = self._evaluate(objective, batch, wanted, seed)
         if evaluation.weight == 0:  # every term is masked
@@ -163,6 +171,11 @@ class Part:
                 "it must return the same outputs whenever it is called with the same batch."
             )
         return _read(evaluation, self.reads) - self.z
+
+
+def _nowhere(objective: Objective, batch: Microbatch, seen: Seen) -> bool:
+    """Rows move once in a step at most."""
+    return False
 
 
 def _evaluated(objective: Objective, batch: Microbatch) -> Evaluation:

@@ -136,10 +136,14 @@ class OwnWeights(TorchFunctionMode):
         pairs = [(i, own) for (i, rows), own in self._own.items() if rows == place.rows]
         return pairs, torch.searchsorted(self._chosen[place.rows], place.of(S))
 
+    @property
+    def inside(self) -> set[int]:
+        """Positions of the parameters that have weights of their own."""
+        return {i for i, _ in self._own}
+
     def outside(self, zs: Tensor) -> dict[int, Tensor]:
         """Position → parameter, of those in no linear layer on which these outputs depend; none if of many entries."""
-        inside = {i for i, _ in self._own}
-        found = {i: p for i, p in enumerate(self._params) if i not in inside}
+        found = {i: p for i, p in enumerate(self._params) if i not in self.inside}
         if sum(p.numel() for p in found.values()) > _FEW:
             slopes = torch.autograd.grad(zs.sum(), list(found.values()), retain_graph=True, allow_unused=True)
             found = {i: p for (i, p), slope in zip(found.items(), slopes, strict=True) if slope is not None}

@@ -105,6 +105,7 @@ class KroneckerPreconditioner:
         """
         parameters = objective.parameters
         part(parameters, objective.comm)
+        self.note = ""
         old = factors_of(factors or {}, parameters)
         n = int(number(old, "updates")) + 1
         gathered = self._gathered(objective, batches, old, key, n)
@@ -138,7 +139,7 @@ class KroneckerPreconditioner:
             failure = attempt(comm, lambda: taken.run(batches))
             W = float(comm.total(torch.tensor(taken.weights, dtype=torch.float64, device="cpu"), failure))
             flags = torch.zeros(len(params) + 1, 2, dtype=torch.float64, device="cpu")
-            flags[-1, 0] = float(not taken.available)
+            flags[-1] = torch.tensor([not taken.available, taken.approximated], dtype=torch.float64)
             for i, role in taken.roles.items():
                 flags[i] = torch.tensor([role.kind, role.weight + 1.0])
             flags = comm.max(flags)
@@ -151,7 +152,7 @@ class KroneckerPreconditioner:
                 break
             taken.refused |= {i for i, r in roles.items() if r.kind >= PULLED} | set(several.nonzero()[:, 0].tolist())
         require_weight(W)
-        self.note = _STAND_IN if taken.approximated and (due or judging != self._judged) else ""
+        self.note = _STAND_IN if float(flags[-1, 1]) and (due or judging != self._judged) else ""
         self._judged = judging
         return roles, _shared(objective, taken.sums(), roles, W)
 

@@ -124,7 +124,8 @@ class PassOverSet:
         calls = self._served(calls)
         layers = {i for call in calls for i in (call.weight, call.bias) if i is not None}
         rest = [i for i in range(len(self._index)) if i not in layers]
-        unjudged = sorted(layers) if any(call.weight not in self._judged for call in calls) else []
+        fresh = any(call.weight not in self._judged for call in calls if call.a.numel())
+        unjudged = sorted(layers) if fresh else []
         with explained():
             roots, exact = random_roots(evaluation, self._key)
         self.approximated |= not exact

@@ -16,7 +16,7 @@ from krylov_descent.jacobian import OwnWeights, Place, along, write_rows, write_
 from krylov_descent.objective import PROBE, Objective
 
 _ROUNDING = 1000  # ε of the largest column: what the small ones may be off by
-_COARSE, _ROUGHLY = 1e-3, 0.3  # ε from which whole parameters are compared, not columns, and how closely
+_COARSE, _ROUGHLY = 5e-4, 0.3  # ε from which whole parameters are compared, not columns, and how closely
 
 
 class MovedError(Exception):
@@ -45,6 +45,7 @@ class RowWriter:
 
     def __init__(self) -> None:
         self._calls: dict[int, int] = {}
+        self._vacant: dict[int, int] = {}  # rows of zeros that were confirmed, at most: hard constraints have some
         self.refuted: set[int] = set()
 
     def write(
@@ -62,20 +63,23 @@ class RowWriter:
         Raises:
             MovedError: it has: all has to be done anew.
         """
-        params = objective.parameters.params
-        calls = self._calls[wanted.output] = self._calls.get(wanted.output, 0) + 1
+        params, i = objective.parameters.params, wanted.output
+        calls = self._calls[i] = self._calls.get(i, 0) + 1
         due = calls & (calls - 1) == 0  # at calls 1, 2, 4, 8, …: a closure changes its path rarely, if at all
-        if wanted.place is not None and (due or wanted.output not in self.refuted):
-            passes = _write_together(own, wanted, wanted.place, params, block)
-            if not (due or _vacant(wanted, block)) or _confirmed(wanted, params, block, own.eps, calls):
-                self.refuted.discard(wanted.output)
-                objective.sample_gradients += (
-                    PROBE * wanted.samples * passes
-                )  # not for judging: a resumed run repeats it
+        if wanted.place is not None:
+            wrong = i in self.refuted
+            if not wrong:
+                passes = _write_together(own, wanted, wanted.place, params, block)
+                vacant = _vacant(own, wanted, params, block)
+                if due or vacant > self._vacant.get(i, 0):
+                    wrong = not _confirmed(wanted, params, block, own.eps, calls)
+                    self._vacant[i] = max(vacant, self._vacant.get(i, 0))
+            if not wrong:
+                objective.sample_gradients += PROBE * wanted.samples * passes  # not for judging, which is repeated
                 return
-            if moved():
+            if (due or i not in self.refuted) and moved():
                 raise MovedError
-            self.refuted.add(wanted.output)
+            self.refuted.add(i)
         s = len(wanted.S)
         for k, u in enumerate(wanted.u):
             write_rows_one_by_one(wanted.z, wanted.S, u, params, _columns(block[k * s : (k + 1) * s], params))
@@ -99,11 +103,12 @@ def _columns(block: Tensor, params: Sequence[Tensor]) -> list[Tensor]:
     return views
 
 
-def _vacant(wanted: Wanted, block: Tensor) -> bool:
-    """Whether some row of zeros should perhaps not be: so it looks where rows no longer come from their place."""
-    size = torch.linalg.vector_norm(block, dim=1)  # vectorised, as that of the largest element is not
+def _vacant(own: OwnWeights, wanted: Wanted, params: Sequence[Tensor], block: Tensor) -> int:
+    """How many rows are zero in the columns of linear layers: all, where rows no longer come from their place."""
+    views = _columns(block, params)
+    sizes = [torch.linalg.vector_norm(views[i].reshape(len(block), -1), dim=1) for i in own.inside]
     asked = (wanted.u != 0).reshape(wanted.rows, -1).any(1)
-    return bool(((size == 0) & asked).any())
+    return int(((torch.stack(sizes).amax(0) == 0) & asked).sum()) if sizes else 0
 
 
 def _confirmed(wanted: Wanted, params: Sequence[Tensor], block: Tensor, coarsest: float, seed: int) -> bool:

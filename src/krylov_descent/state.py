@@ -47,9 +47,7 @@ def read_memory(state: State, first: Tensor, parameters: ParameterVector, seed: 
         whole = {key: read_vector(state, parameters, key, partial=key != "accepted") for key in _VECTORS}
         vectors = {key: None if x is None else comm.shard(x) for key, x in whole.items()}
     elif own == found:
-        parts = {key: numbers.get(f"{key}_part") for key in _VECTORS}
-        # torch casts what it loads to the dtype of the parameters.
-        vectors = {key: None if x is None else x.to(parameters.device, parameters.dtype) for key, x in parts.items()}
+        vectors = {key: numbers.get(f"{key}_part") for key in _VECTORS}
     else:
         raise ValueError(
             f"The optimizer's state is that of rank {found[0]} of {found[1]} with {found[2]:,} parameters, and this is "
