@@ -192,7 +192,8 @@ class ClosureOptimizer(Optimizer):
         there = [i for group in state_dict["param_groups"] for i in group["params"]]
         for i, p in zip(there, here, strict=True):
             found = state_dict["state"].get(i, {})
-            self.state[p].update({key: x.to(p.device) for key, x in found.items() if key.endswith("_part")})
+            for key in (key for key in found if key.endswith("_part")):
+                self.state[p][key] = found[key].to(p.device)
             factors = found.get("factors")
             if factors is not None:
                 self.state[p]["factors"] = {
