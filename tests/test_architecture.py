@@ -163,6 +163,7 @@ ALLOWED: dict[str, set[str]] = {
         "output_hessian",
         "row_choice",
         "row_writing",
+        "twice",
     },
     "sketch": {"batch_rows", "closure", "data", "distributed", "objective"},
     "flow": {"basis", "distributed"},

@@ -119,6 +119,9 @@ OTHERS = [
     lambda z, y: F.binary_cross_entropy_with_logits(z, (y > 0).to(z.dtype)),
     lambda z, y: (z - y).cosh().log().mean(),
     lambda z, y: z.mean(),
+    lambda z, y: F.l1_loss(z, y),
+    lambda z, y: F.huber_loss(z, y, delta=0.3),
+    lambda z, y: F.smooth_l1_loss(z, y, beta=0.3),
 ]
 
 
@@ -154,7 +157,39 @@ def test_rows_that_take_a_backward_pass_each() -> None:
     assert advice(check(closure, model)).startswith("rational: ")
     model[0] = nn.Conv1d(1, 20, 3).double()
     model[3] = nn.Linear(120, 1).double()
-    assert "backward pass of its own" in advice(check(closure, model))
+    assert "backward pass each" in advice(check(closure, model))
+
+
+def test_a_few_rows_that_take_a_backward_pass_each_do_no_harm() -> None:
+    model, x = mlp(2, 5, 1), torch.rand(60, 2, dtype=F64)
+
+    def closure() -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        inside, ends = slope(model, x) - 1, model(x[:10])
+        periodic = ends - ends.roll(1, 0)
+        return inside.square().mean() + periodic.square().mean(), (inside, periodic)
+
+    assert advice(check(closure, model)).startswith("rational: ")
+
+
+def test_points_belong_in_the_first_dimension() -> None:
+    model, x = mlp(2, 5, 1), torch.rand(60, 2, dtype=F64)
+
+    def closure() -> tuple[Tensor, Tensor]:
+        r = slope(model, x).T - 1
+        return r.square().mean(), r
+
+    assert "backward pass each" in advice(check(closure, model))
+
+
+def test_large_networks() -> None:
+    """Of which nobody knows."""
+    model, x = mlp(2, 400, 400, 1), torch.rand(4, 2, dtype=F64)
+
+    def closure() -> tuple[Tensor, Tensor]:
+        r = slope(model, x) - 1
+        return r.square().mean(), r
+
+    assert "measured up to 100,000 parameters, and these are 162,001" in advice(check(closure, model))
 
 
 @pytest.mark.parametrize("krylov_dim", [20, 7])

@@ -614,3 +614,109 @@ def test_closures_that_return_only_what_depends_on_parameters() -> None:
     torch.testing.assert_close(
         sketch.change(), Sketcher(1000).draw(objective, [Microbatch(None, None)], (0,)).rho - sketch.rho
     )
+
+
+def test_outputs_that_the_loss_couples_are_refused() -> None:
+    """Rows of each alone are not those of their difference."""
+    model, x = mlp(2, 5, 1), torch.rand(9, 2, dtype=F64)
+
+    def closure() -> tuple[Tensor, tuple[Tensor, ...]]:
+        first, left, right = model(x), model(x + 1), model(x - 1)
+        return first.square().mean() + (left - right).square().mean(), (first, left, right)
+
+    def joint() -> tuple[Tensor, tuple[Tensor, ...]]:
+        left, right = model(x + 1), model(x - 1)
+        return torch.cat([left, right]).square().mean(), (left, right)
+
+    with pytest.raises(ValueError, match="couples outputs 1 and 2"):
+        KSD(model.parameters(), basis="rational").step(closure)
+    G, _ = dense(model, joint)
+    J = Sketcher(100).draw(objective_of(model, joint), [Microbatch(None, None)], (0,)).J
+    torch.testing.assert_close(J.T @ J, G)
+
+
+def wide(*shape: int) -> tuple[nn.Module, Closure]:
+    model, x = mlp(2, 5, 1), torch.rand(*shape, 2, dtype=F64)
+
+    def closure() -> tuple[Tensor, Tensor]:
+        r = model(x)[..., 0] - x[..., 0]
+        return r.square().mean(), r
+
+    return model, closure
+
+
+def test_few_rows_with_many_entries_have_as_many_combinations_as_there_is_room_for() -> None:
+    model, closure = wide(2, 40)
+    G, g = dense(model, closure)
+    objective = objective_of(model, closure)
+    mean_G, mean_g, draws = torch.zeros_like(G), torch.zeros_like(g), 300
+    for n in range(draws):
+        sketch = Sketcher(11).draw(objective, [Microbatch(None, None)], (n,))
+        assert len(sketch.J) == 10
+        assert not sketch.whole
+        mean_G += sketch.J.T @ sketch.J / draws
+        mean_g += sketch.J.T @ sketch.rho / draws
+    assert (mean_G - G).norm() < 0.1 * G.norm()
+    assert (mean_g - g).norm() < 0.1 * g.norm()
+    everything = Sketcher(80).draw(objective, [Microbatch(None, None)], (0,))
+    assert everything.whole
+    torch.testing.assert_close(everything.J.T @ everything.J, G)
+    torch.testing.assert_close(everything.J.T @ everything.rho, g)
+
+
+def test_points_in_the_second_dimension_are_said_to_be_slow() -> None:
+    model, closure = wide(1, 60)
+    sketch = Sketcher(30).draw(objective_of(model, closure), [Microbatch(None, None)], (0,))
+    assert len(sketch.J) == 30
+    assert sketch.slow == 1
+    assert "its first dimension is that of samples" in sketch.note
+
+
+def test_another_closure_of_the_same_code_is_noticed() -> None:
+    """It has rows from elsewhere, none of which is zero."""
+    model, x = mlp(2, 5, 1), torch.rand(20, 2, dtype=F64)
+
+    def make(residual: Callable[[Tensor], Tensor]) -> Closure:
+        def closure() -> tuple[Tensor, Tensor]:
+            r = residual(model(x))
+            return r.square().mean(), r
+
+        return closure
+
+    plain, periodic = make(lambda u: u - x[:, :1]), make(lambda u: u - u.roll(1, 0))
+    sketcher = Sketcher(10_000)
+    for n in range(40):
+        sketcher.draw(objective_of(model, plain), [Microbatch(None, None)], (n,))
+    for n in range(40, 80):
+        sketch = sketcher.draw(objective_of(model, periodic), [Microbatch(None, None)], (n,))
+    G, _ = dense(model, periodic)
+    torch.testing.assert_close(sketch.J.T @ sketch.J, G)
+
+
+def test_rows_that_hard_constraints_make_constant_do_not_hide_the_others() -> None:
+    """At both ends, of an output that is not the first to go through the network."""
+    model, t = mlp(1, 5, 1), torch.linspace(-1, 1, 12, dtype=F64)[:, None]
+
+    def closure() -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        x = torch.cat([torch.linspace(-0.9, 0.9, 30, dtype=F64)[:, None], t])
+        u = (1 - x.square()) * model(x)
+        inside, start = u[:30] - 1, u[30:]
+        return inside.square().mean() + start.square().mean(), (inside, start)
+
+    sketcher = Sketcher(10_000)
+    sketch = sketcher.draw(objective_of(model, closure), [Microbatch(None, None)], (0,))
+    assert sketcher.together
+    G, _ = dense(model, closure)
+    torch.testing.assert_close(sketch.J.T @ sketch.J, G)
+
+
+def test_a_loss_that_cannot_be_differentiated_twice_is_explained() -> None:
+    model, x = mlp(2, 5, 4), torch.rand(9, 1, 2, dtype=F64)
+    labels, lengths = torch.tensor([[1, 2, 3]]), (torch.tensor([9]), torch.tensor([3]))
+
+    def closure() -> tuple[Tensor, Tensor]:
+        z = model(x)
+        return nn.functional.ctc_loss(z.log_softmax(-1), labels, *lengths), z
+
+    with pytest.raises(ValueError, match="cannot be differentiated twice"):
+        KSD(model.parameters(), basis="rational").step(closure)

@@ -116,8 +116,8 @@ def _errors(group: Group, where: str) -> str:
         rows.append([f"ratio to {NAMES[BASE]}", *(_ratio(group.runs, column) for column in group.columns)])
     note = (
         "Median over seeds of the relative L2 error on the test grid; bold: the lowest of the row. A method that lacks "
-        "problems has the mean of those it has, with their number. The ratio is the geometric mean over the problems "
-        f"and seeds that the method and {NAMES[BASE]} both have; above 1, {NAMES[BASE]} is more accurate."
+        "problems has the mean of those it has, with their number. The ratio is the geometric mean over the problems, "
+        f"of medians over the seeds that both the method and {NAMES[BASE]} have; above 1, {NAMES[BASE]} is better."
     )
     return section(f"Relative L2 error {where}", ["problem", *_heads(group)], rows, note)
 

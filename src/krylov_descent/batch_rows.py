@@ -18,9 +18,10 @@ from krylov_descent.curvature.gauss_newton import require_influence
 from krylov_descent.data import Microbatch
 from krylov_descent.jacobian import OwnWeights
 from krylov_descent.objective import FORWARD, Objective
-from krylov_descent.output_hessian import output_roots
-from krylov_descent.row_choice import Chosen, Seen, choose, everything, look, samples_of, shapes_of, sizes_of
+from krylov_descent.output_hessian import Roots, coupled, output_roots
+from krylov_descent.row_choice import Chosen, Seen, choose, everything, look, samples_of, shapes_of, sizes_of, widths
 from krylov_descent.row_writing import MovedError, RowWriter, Wanted
+from krylov_descent.twice import explained
 
 _ATTEMPTS = 3  # to see which outputs there are
 _Moved = Callable[[Objective, Microbatch, Seen], bool]
@@ -81,18 +82,16 @@ class BatchRows:
             return Part(room(0, objective), nothing, nothing, 0.0, [], True, shapes_of(evaluation))
         require_attached(evaluation)
         signs = torch.Generator("cpu").manual_seed(seed + 1)
-        deltas = torch.autograd.grad(evaluation.loss, evaluation.outputs, create_graph=True, allow_unused=True)
-        require_influence(deltas)
+        all_roots = _roots(evaluation, chosen, widths(seen, wanted), signs)
         found = []
         whole = True
-        for i, (z, delta, place, drawn) in enumerate(zip(evaluation.outputs, deltas, seen.places, chosen, strict=True)):
-            if z.numel() == 0:
+        for i, (z, roots, place, drawn) in enumerate(
+            zip(evaluation.outputs, all_roots, seen.places, chosen, strict=True)
+        ):
+            if roots is None:
                 continue
             S = drawn.rows
-            roots = output_roots(z, delta, S, signs)
             z = z.reshape(1) if z.ndim == 0 else z
-            if isinstance(roots, str):
-                raise ValueError(f"basis='rational' cannot be used with this loss: {roots}. Use basis='krylov'.")
             whole &= len(S) == z.shape[0] and len(roots.u) in (0, math.prod(z.shape[1:]))
             scale = drawn.chance.rsqrt().to(roots.rho)
             u = roots.u * scale.reshape(1, -1, *(1,) * (roots.u.ndim - 2)).to(roots.u.dtype)
@@ -101,13 +100,13 @@ class BatchRows:
                 found.append((Wanted(i, z, place, S, u, evaluation.samples), roots.rho * scale))
         J = room(sum(rows.rows for rows, _ in found), objective)
         writer = self._writers.setdefault(batch.samples, RowWriter())
-        at = 0
+        at = slow = 0
         for rows, _ in found:
-            writer.write(objective, own, rows, J[at : at + rows.rows], lambda: moved(objective, batch, seen))
+            slow += writer.write(objective, own, rows, J[at : at + rows.rows], lambda: moved(objective, batch, seen))
             at += rows.rows
         rho = torch.cat([rho.detach().reshape(-1) for _, rho in found]) if found else J.new_zeros(0)
         reads = [(rows.output, rows.S, u.detach()) for rows, _ in found for u in rows.u]
-        return Part(J, rho, _read(evaluation, reads).to(rho), evaluation.weight, reads, whole, seen.shapes)
+        return Part(J, rho, _read(evaluation, reads).to(rho), evaluation.weight, reads, whole, seen.shapes, slow)
 
     def _evaluate(
         self, objective: Objective, batch: Microbatch, wanted: int, seed: int
@@ -147,7 +146,10 @@ class BatchRows:
 
 @dataclass(eq=False)
 class Part:
-    """Rows of one micro-batch, and how to read the outputs that they belong to: (which, rows S, u)."""
+    """Rows of one micro-batch, and how to read the outputs that they belong to: (which, rows S, u).
+
+    ``slow`` is how many rows took a backward pass each.
+    """
 
     J: Tensor
     rho: Tensor
@@ -156,6 +158,7 @@ class Part:
     reads: list[tuple[int, Tensor, Tensor]]
     whole: bool
     shapes: tuple[tuple[int, ...], ...]
+    slow: int = 0
 
     def weigh(self, factor: float) -> None:
         """Make all of it so many times as large."""
@@ -182,6 +185,31 @@ def _evaluated(objective: Objective, batch: Microbatch) -> Evaluation:
     evaluation = objective.evaluate(batch)
     objective.sample_gradients += FORWARD * evaluation.samples
     return evaluation
+
+
+def _roots(
+    evaluation: Evaluation, chosen: Sequence[Chosen], numbers: Sequence[int], signs: torch.Generator
+) -> list[Roots | None]:
+    """For the chosen rows of every output, with so many cotangents each; None of an output without entries.
+
+    Raises:
+        ValueError: the loss has none, with the remedy.
+    """
+    outputs, found = evaluation.outputs, list[Roots | None]()
+    with explained():
+        deltas = torch.autograd.grad(evaluation.loss, outputs, create_graph=True, allow_unused=True)
+        require_influence(deltas)
+        if (pair := coupled(outputs, deltas)) is not None:
+            raise ValueError(
+                f"basis='rational' cannot be used with this loss: it couples outputs {pair[0]} and {pair[1]}. Use "
+                "basis='krylov', or return what is squared, such as their difference, as one output."
+            )
+        for z, delta, drawn, k in zip(outputs, deltas, chosen, numbers, strict=True):
+            roots = output_roots(z, delta, drawn.rows, signs, k) if z.numel() else None
+            if isinstance(roots, str):
+                raise ValueError(f"basis='rational' cannot be used with this loss: {roots}. Use basis='krylov'.")
+            found.append(roots)
+    return found
 
 
 def _sizes(objective: Objective, batch: Microbatch, seen: Seen, wanted: int) -> list[Tensor] | None:

@@ -66,17 +66,29 @@ class Calls(TorchFunctionMode):
 
 
 def place_of(z: Tensor, results: Sequence[Tensor]) -> Place | None:
-    """Which rows of the layers' inputs those of z are, as its first and its last row tell; None: too many for one."""
+    """Which rows of the layers' inputs those of z are, as one of the first and one of the last tell; None: too many."""
     n = z.shape[0]
     for rows in sorted({y.shape[0] for y in results if y.shape[0] >= n > 0}):
         ys = [y for y in results if y.shape[0] == rows]
-        first, last = _touched(z[0], ys), _touched(z[n - 1], ys)
-        apart = all(after - before >= n for before, after in itertools.pairwise(first))
-        if first and apart and last == [o + n - 1 for o in first]:
-            if len(first) > _SETS:  # an integral: weights of their own for all points, to have a row or two
+        i, first = _telling(z, ys, (0, 1, n // 4, n // 2))
+        j, last = _telling(z, ys, (n - 1, n - 2, n - 1 - n // 4, n // 2))
+        offsets = [o - i for o in first]
+        apart = all(after - before >= n for before, after in itertools.pairwise(offsets))
+        inside = bool(first) and offsets[0] >= 0 and offsets[-1] + n <= rows
+        if inside and apart and last == [o + j for o in offsets]:
+            if len(offsets) > _SETS:  # an integral: weights of their own for all points, to have a row or two
                 return None
-            return Place(rows, first[0], tuple(first[1:]))
+            return Place(rows, offsets[0], tuple(offsets[1:]))
     return Place(n, 0)  # none that can be told: its rows will be refuted, and had one by one
+
+
+def _telling(z: Tensor, ys: Sequence[Tensor], candidates: Sequence[int]) -> tuple[int, list[int]]:
+    """The first of these rows that comes from any, and which: hard constraints make some of them constant."""
+    i, found = candidates[0], list[int]()
+    for i in dict.fromkeys(i for i in candidates if 0 <= i < len(z)):
+        if found := _touched(z[i], ys):
+            break
+    return i, found
 
 
 def _touched(e: Tensor, ys: Sequence[Tensor]) -> list[int]:

@@ -6,13 +6,15 @@ Letters: z outputs [N, c], δ = ∂L/∂z, H_L block-diagonal with a block Hᵢ 
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 _BLOCK = 64  # outputs of a row for which a dense block is formed
-_ALL = 16  # up to so many, each is a row of its own; of more, one random combination of them
+_ALL = 16  # up to so many, each is a row of its own; of more, random combinations of them
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,12 +30,30 @@ class Roots:
     rho: Tensor
 
 
-def cotangents(c: int) -> int:
-    """How many a row with c outputs gets."""
-    return c if c <= _ALL else 1
+def cotangents(c: int, room: float = 1.0) -> int:
+    """How many a row with c outputs gets: c, or, of many, as few random combinations as there is room for.
+
+    Example:
+        >>> cotangents(16), cotangents(17), cotangents(100, room=5.0), cotangents(100, room=400.0)
+        (16, 1, 5, 100)
+    """
+    return c if c <= _ALL else min(c, max(1, int(room)))
 
 
-def output_roots(z: Tensor, delta: Tensor | None, S: Tensor, signs: torch.Generator) -> Roots | str:
+def coupled(outputs: Sequence[Tensor], deltas: Sequence[Tensor | None]) -> tuple[int, int] | None:
+    """Two outputs such that the curvature in one depends on the other, by their numbers; None if there are none."""
+    for i, j in itertools.combinations(range(len(outputs)), 2):
+        delta = deltas[i]
+        if delta is None or not delta.requires_grad or not outputs[i].numel() or not outputs[j].numel():
+            continue
+        v = _magnitudes(outputs[i])
+        own, other = (float(_product(z, delta, v).abs().max()) for z in (outputs[i], outputs[j]))
+        if other > torch.finfo(v.dtype).eps ** 0.5 * own:
+            return i, j
+    return None
+
+
+def output_roots(z: Tensor, delta: Tensor | None, S: Tensor, signs: torch.Generator, k: int = 1) -> Roots | str:
     """Roots on the rows S, or a sentence that says why there are none.
 
     Args:
@@ -41,6 +61,7 @@ def output_roots(z: Tensor, delta: Tensor | None, S: Tensor, signs: torch.Genera
         delta: ∂L/∂z with a graph of its own; None or without one where the loss is linear in z.
         S: rows.
         signs: for the probes.
+        k: cotangents of a row that has more than 16 outputs.
     """
     rows = z.shape[0] if z.ndim else 1
     if delta is None or not delta.requires_grad:
@@ -60,7 +81,8 @@ def output_roots(z: Tensor, delta: Tensor | None, S: Tensor, signs: torch.Genera
         h = diagonal.reshape(rows, c)[S].clamp(min=0)
         root = h.sqrt()
         rho = torch.where(h > 0, flat / root, 0)
-        return _shaped(torch.diag_embed(root) if c <= _ALL else root[:, :, None], rho, z, s.reshape(rows, c)[S])
+        L = torch.diag_embed(root) if c <= max(_ALL, k) else root[:, :, None]
+        return _shaped(L, rho, z, _combinations(z, s, S, signs, k))
     if c > _BLOCK:
         return f"the loss couples the {c} outputs of a sample, more than the {_BLOCK} whose blocks are formed"
     blocks = torch.stack([_product(z, delta, _unit(z, j)).reshape(rows, c) for j in range(c)], dim=-1)
@@ -73,16 +95,27 @@ def output_roots(z: Tensor, delta: Tensor | None, S: Tensor, signs: torch.Genera
     floor = values[:, -1:].clamp(min=0) * torch.finfo(z.dtype).eps * c
     root = torch.where(values > floor, values, 0).sqrt()
     rho = torch.where(root > 0, (Q.mT @ flat.double()[:, :, None])[:, :, 0] / root, 0)
-    return _shaped((Q * root[:, None]).to(z.dtype), rho.to(z.dtype), z, s.reshape(rows, c)[S])
+    return _shaped((Q * root[:, None]).to(z.dtype), rho.to(z.dtype), z, _combinations(z, s, S, signs, k))
 
 
-def _shaped(L: Tensor, rho: Tensor, z: Tensor, s: Tensor) -> Roots:
-    """L [s, c, k] (or [s, c, 1] of a diagonal) and ρ [s, k], as they are or in one random combination."""
+def _combinations(z: Tensor, s: Tensor, S: Tensor, signs: torch.Generator, k: int) -> list[Tensor]:
+    """k times ±1/√k for the rows S [s, c], the first of them from the probe's signs; none where all are rows."""
+    rows = z.shape[0] if z.ndim else 1
+    c = z.numel() // rows
+    if c <= max(_ALL, k):
+        return []
+    drawn = [s, *(_signs(z, signs) for _ in range(k - 1))]
+    return [x.reshape(rows, c)[S] / k**0.5 for x in drawn]
+
+
+def _shaped(L: Tensor, rho: Tensor, z: Tensor, combinations: Sequence[Tensor]) -> Roots:
+    """L [s, c, c] (or [s, c, 1] of a diagonal) and ρ [s, c], as they are or in random combinations."""
     rows, c = rho.shape
-    if c <= _ALL:
+    if not combinations:
         return Roots(L.permute(2, 0, 1).reshape(c, rows, *z.shape[1:]), rho.T)
-    mixed = L[:, :, 0] * s if L.shape[2] == 1 else (L @ s[:, :, None])[:, :, 0]
-    return Roots(mixed.reshape(1, rows, *z.shape[1:]), (rho * s).sum(1)[None])
+    mixed = [L[:, :, 0] * s if L.shape[2] == 1 else (L @ s[:, :, None])[:, :, 0] for s in combinations]
+    u = torch.stack(mixed).reshape(len(mixed), rows, *z.shape[1:])
+    return Roots(u, torch.stack([(rho * s).sum(1) for s in combinations]))
 
 
 def _product(z: Tensor, delta: Tensor, v: Tensor) -> Tensor:

@@ -70,13 +70,26 @@ def sizes_of(evaluation: Evaluation) -> list[Tensor]:
 
 def counts(seen: Seen, wanted: int) -> list[int]:
     """How many rows of each output are drawn: in proportion to their number, but at least a third of an even share."""
-    numbers = [shape[0] if shape else 1 for shape in seen.shapes]
-    widths = [max(1, cotangents(math.prod(shape[1:]))) for shape in seen.shapes]
-    total = max(1, sum(n * k for n, k in zip(numbers, widths, strict=True)))
     return [
-        min(n, max(1, round(wanted * max(n / total, 1 / (3 * k * len(numbers))))))
-        for n, k in zip(numbers, widths, strict=True)
+        min(shape[0] if shape else 1, max(1, round(s)))
+        for shape, s in zip(seen.shapes, _shares(seen, wanted), strict=True)
     ]
+
+
+def widths(seen: Seen, wanted: int) -> list[int]:
+    """How many cotangents each row of an output gets: of a few rows with many entries each, more than one."""
+    return [
+        cotangents(math.prod(shape[1:]), share / max(1, shape[0] if shape else 1))
+        for shape, share in zip(seen.shapes, _shares(seen, wanted), strict=True)
+    ]
+
+
+def _shares(seen: Seen, wanted: int) -> list[float]:
+    """Of each output, if it had as many rows as one could wish."""
+    numbers = [shape[0] if shape else 1 for shape in seen.shapes]
+    least = [max(1, cotangents(math.prod(shape[1:]))) for shape in seen.shapes]
+    total = max(1, sum(n * k for n, k in zip(numbers, least, strict=True)))
+    return [wanted * max(n / total, 1 / (3 * k * len(numbers))) for n, k in zip(numbers, least, strict=True)]
 
 
 def everything(seen: Seen, wanted: int) -> bool:

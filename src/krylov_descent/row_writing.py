@@ -16,6 +16,8 @@ from krylov_descent.jacobian import OwnWeights, Place, along, write_rows, write_
 from krylov_descent.objective import PROBE, Objective
 
 _ROUNDING = 1000  # ε of the largest column: what the small ones may be off by
+_COLUMNS = 16  # up to so many cotangents are columns of the outputs
+_AGAIN = 32  # calls after which rows are looked at again at the latest
 _COARSE, _ROUGHLY = 5e-4, 0.3  # ε from which whole parameters are compared, not columns, and how closely
 
 
@@ -39,6 +41,11 @@ class Wanted:
         """k·s."""
         return self.u.shape[0] * self.u.shape[1]
 
+    @property
+    def apart(self) -> bool:
+        """Whether they are few rows of many entries: a backward pass, which has all s, is for hardly more than one."""
+        return self.u.shape[0] > max(_COLUMNS, self.u.shape[1])
+
 
 class RowWriter:
     """What is known of one closure on batches of one size: of which outputs rows may be had together."""
@@ -50,8 +57,8 @@ class RowWriter:
 
     def write(
         self, objective: Objective, own: OwnWeights, wanted: Wanted, block: Tensor, moved: Callable[[], bool]
-    ) -> None:
-        """Rows into ``block`` [k·s, P]; one by one where no place is known, or it was refuted.
+    ) -> int:
+        """Rows into ``block`` [k·s, P]; one by one where no place is known, or it was refuted; → how many that were.
 
         Args:
             objective: what is evaluated.
@@ -65,7 +72,8 @@ class RowWriter:
         """
         params, i = objective.parameters.params, wanted.output
         calls = self._calls[i] = self._calls.get(i, 0) + 1
-        due = calls & (calls - 1) == 0  # at calls 1, 2, 4, 8, …: a closure changes its path rarely, if at all
+        # At calls 1, 2, 4, …, 32, 64, 96, …: a closure changes its path rarely, if at all.
+        due = calls & (calls - 1) == 0 or calls % _AGAIN == 0
         if wanted.place is not None:
             wrong = i in self.refuted
             if not wrong:
@@ -76,7 +84,7 @@ class RowWriter:
                     self._vacant[i] = max(vacant, self._vacant.get(i, 0))
             if not wrong:
                 objective.sample_gradients += PROBE * wanted.samples * passes  # not for judging, which is repeated
-                return
+                return wanted.rows if wanted.apart else 0
             if (due or i not in self.refuted) and moved():
                 raise MovedError
             self.refuted.add(i)
@@ -84,6 +92,7 @@ class RowWriter:
         for k, u in enumerate(wanted.u):
             write_rows_one_by_one(wanted.z, wanted.S, u, params, _columns(block[k * s : (k + 1) * s], params))
         objective.sample_gradients += PROBE * wanted.samples * wanted.rows
+        return wanted.rows
 
 
 def _write_together(own: OwnWeights, wanted: Wanted, place: Place, params: Sequence[Tensor], block: Tensor) -> int:

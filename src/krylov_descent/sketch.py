@@ -23,7 +23,8 @@ from krylov_descent.objective import Objective
 
 _SLOW = (
     "Rows of some output take a backward pass each, which is slow: it has parameters outside of linear layers (x @ W "
-    "in place of F.linear), a row of it depends on many points, or its layers are checkpointed."
+    "in place of F.linear), a row of it depends on many points (its first dimension is that of samples or points), or "
+    "its layers are checkpointed."
 )
 
 _MANY = (
@@ -42,6 +43,7 @@ class Sketch:
         whole: whether no row was left out, so that JᵀJ and Jᵀρ are exact.
         change: → uᵀ(z − z₀) [m]: how far the outputs are, where the parameters are now, from where they were.
         note: what was found just now, and is worth a word.
+        slow: the share of this rank's rows that took a backward pass each.
     """
 
     J: Tensor
@@ -49,6 +51,7 @@ class Sketch:
     whole: bool
     change: Callable[[], Tensor]
     note: str = ""
+    slow: float = 0.0
 
 
 class Sketcher:
@@ -63,6 +66,7 @@ class Sketcher:
         self._judged: tuple[object, ...] = ()
         self._of_batches = BatchRows()
         self._told = False  # that sketches are larger than they were meant to be
+        self._told_slow = False
 
     def draw(self, objective: Objective, batches: Sequence[Microbatch], key: Sequence[int]) -> Sketch:
         """Rows of this closure on these micro-batches; ``key`` seeds which are drawn.
@@ -73,7 +77,7 @@ class Sketcher:
         comm = objective.comm
         judged = (objective.identity, *map(id, objective.parameters.params))
         if judged != self._judged:
-            self._judged, self._of_batches, self._told = judged, BatchRows(), False
+            self._judged, self._of_batches, self._told, self._told_slow = judged, BatchRows(), False, False
         known = self._of_batches.refuted
         count = float(added(comm, float(len(batches))))
         wanted = max(1, round(self.rows / max(1.0, count)))
@@ -88,7 +92,10 @@ class Sketcher:
         for part in parts:
             part.weigh((part.weight / W) ** 0.5)
         whole = not float(added(comm, float(not all(part.whole for part in parts))))
-        slow = bool(float(added(comm, float(self._of_batches.refuted > known))))
+        one_by_one = sum(part.slow for part in parts) / max(1, sum(len(part.rho) for part in parts))
+        mostly = one_by_one > 0.5 and not self._told_slow
+        slow = bool(float(added(comm, float(self._of_batches.refuted > known or mostly))))
+        self._told_slow |= slow
         none = room(1, objective)[0].zero_()  # a rank may have no rows
         rho = torch.cat([none[:0], *(part.rho for part in parts)])
         start, m = _where(comm, len(rho))
@@ -121,7 +128,7 @@ class Sketcher:
         if m > 2 * self.rows and not self._told:
             self._told = True
             note = f"{note} {_MANY.format(m, self.rows)}".strip()
-        return Sketch(J, gathered(rho), whole, change, note)
+        return Sketch(J, gathered(rho), whole, change, note, one_by_one)
 
     @property
     def together(self) -> bool:

@@ -41,13 +41,20 @@ def read_memory(state: State, first: Tensor, parameters: ParameterVector, seed: 
     numbers = state.get(first, {})
     if "iteration" not in numbers:
         return Memory(iteration=0, seed=seed)
-    own, found = _layout(parameters, comm), tuple(numbers.get("layout", _whole(parameters)))
+    in_parts, own = "layout" in numbers, _layout(parameters, comm)
+    found = tuple(numbers.get("layout", own))
     vectors: dict[str, Tensor | None]
-    if comm.as_parameters and found == _whole(parameters):
+    if comm.as_parameters and not in_parts:
         whole = {key: read_vector(state, parameters, key, partial=key != "accepted") for key in _VECTORS}
         vectors = {key: None if x is None else comm.shard(x) for key, x in whole.items()}
-    elif own == found:
+    elif in_parts and not comm.as_parameters and own == found:
         vectors = {key: numbers.get(f"{key}_part") for key in _VECTORS}
+    elif found[:3] == own[:3]:
+        raise ValueError(
+            f"The optimizer's state is that of a {_kind(in_parts, found)}, and this one is of a "
+            f"{_kind(not comm.as_parameters, own)}. Give process_group=... as in that run, or save and load by "
+            "krylov_descent.distributed.checkpoint."
+        )
     else:
         raise ValueError(
             f"The optimizer's state is that of rank {found[0]} of {found[1]} with {found[2]:,} parameters, and this is "
@@ -124,8 +131,8 @@ def _layout(parameters: ParameterVector, comm: Comm) -> tuple[int, ...]:
     return comm.rank, comm.ranks, parameters.numel, part_length(comm, parameters.numel)
 
 
-def _whole(parameters: ParameterVector) -> tuple[int, ...]:
-    return 0, 1, parameters.numel, parameters.numel
+def _kind(in_parts: bool, layout: tuple[int, ...]) -> str:
+    return f"run with ranks, of vectors with {layout[3]:,} numbers" if in_parts else "run without ranks"
 
 
 def write_vectors(state: State, parameters: ParameterVector, vectors: Mapping[str, Tensor | None]) -> None:

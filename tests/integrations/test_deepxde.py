@@ -142,8 +142,13 @@ def test_the_basis_that_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     assert basis_of(model()) == "rational"
     assert basis_of(mixed_terms()[0]) == "rational"
     assert basis_of(model(), basis="krylov") == "krylov"
+    for loss in ("mse", "mean squared error", ["MSE", "MSE"]):
+        assert basis_of(model(), loss=loss) == "rational"
     for arguments in ({"krylov_dim": 20}, {"curvature": "hessian"}, {"loss": "mean l2 relative error"}):
         assert basis_of(model(), **arguments) == "krylov"
+    assert basis_of(model(), loss=["MSE", "MAE"]) == "krylov"
+    assert basis_of(model(regularization=["l2", 1e-4])) == "rational"
+    assert basis_of(model(regularization=["l1", 1e-4])) == "krylov"  # it passes by the residuals
     x = np.linspace(0, 1, 5)[:, None]
     assert basis_of(dde.Model(dde.data.DataSet(x, x, x, x), network())) == "krylov"
     room = 5 * 400 * 8 * sum(p.numel() for p in model().net.parameters())
@@ -156,6 +161,19 @@ def test_the_basis_that_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     assert basis_of(model()) == "rational"
     dde.config.set_default_float("float32")
     assert basis_of(model()) == "krylov"
+
+
+def test_what_speaks_against_the_rational_basis_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    m = model()
+    m.net.linears[1] = torch.nn.utils.parametrizations.weight_norm(m.net.linears[1])
+    compile_ksd(m, verbose=0)
+    m.train(iterations=1, display_every=1)
+    assert "take a backward pass each" in caplog.text
+    dde.config.set_default_float("float32")
+    compile_ksd(model(), verbose=0)
+    assert "float64" not in caplog.text
+    compile_ksd(model(), verbose=1)
+    assert "KSD takes basis='krylov': basis='rational' was ahead in float64" in caplog.text
 
 
 @pytest.mark.parametrize("precision", ["float32", "float64"])

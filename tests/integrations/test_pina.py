@@ -176,9 +176,10 @@ def basis_of(solver: Any) -> str:
     return "rational" if isinstance(solver.optimizer.instance._builder, RationalBuilder) else "krylov"
 
 
-def test_the_basis_that_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_basis_that_is_taken(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """The rational one for squared residuals in float64, if it fits; and the Krylov basis elsewhere."""
     assert basis_of(KSDPINN(poisson(), network())) == "krylov"
+    assert "KSD takes basis='krylov': basis='rational' was ahead in float64" in caplog.text
     rational_one = KSDPINN(poisson(), network())
     rational_one.double()  # as Trainer(precision="64-true") does, when the solver is there already
     assert basis_of(rational_one) == "rational"

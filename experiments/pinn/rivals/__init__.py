@@ -1,4 +1,4 @@
-"""Optimizers for physics-informed networks, one algorithm a file, all of them as generators of losses.
+"""Optimizers for physics-informed networks, a file for each family, all of them as generators of losses.
 
 ``METHODS[name](problem, seed=…, **settings)`` does a step for each ``next()`` and yields the training loss, that of the
 model's parameters or of the last evaluation. It ends where it can make no more progress; where the loss is not

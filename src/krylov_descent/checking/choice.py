@@ -16,6 +16,7 @@ from krylov_descent.rational import Rational, against_rational, sketch_bytes
 from krylov_descent.sketch import Sketcher
 
 _FEW = 20  # rows that are drawn, to see whether they can be had
+_MOSTLY = 0.5  # the share of them that may take a backward pass each
 
 
 def choice(problem: Problem) -> Iterator[Finding]:
@@ -87,19 +88,28 @@ def _differentiates(problem: Problem) -> bool:
 
 
 def _least_squares(problem: Problem) -> bool:
-    """Whether the loss is quadratic in the outputs: its third derivative is zero."""
+    """Whether the loss is quadratic in the outputs: no third derivative, and a second one wherever it has a slope.
+
+    Absolute values, and Huber's loss of outliers, have a slope and no curvature.
+    """
     evaluation = problem.objective.evaluate(problem.batch)
-    terms: list[Tensor] = [evaluation.loss]
-    for order in (1, 2, 3):
-        total = sum((term * _weights(term)).sum() for term in terms)
-        if not isinstance(total, Tensor) or not total.requires_grad:
-            return order == 3  # a linear loss has no curvature at all
-        try:
-            found = torch.autograd.grad(total, evaluation.outputs, create_graph=order < 3, allow_unused=True)
-        except RuntimeError:  # an operation that cannot be differentiated so often
-            return False
-        terms = [x for x in found if x is not None]
-    return not any(bool(term.any()) for term in terms)
+    try:
+        slopes = _derivatives([evaluation.loss], evaluation.outputs)
+        curvatures = _derivatives(slopes, evaluation.outputs)
+        thirds = _derivatives(curvatures, evaluation.outputs)
+    except RuntimeError:  # an operation that cannot be differentiated so often
+        return False
+    if any(bool(x.any()) for x in thirds) or not any(bool(h.any()) for h in curvatures):
+        return False
+    return not any(bool(((g != 0) & (h == 0)).any()) for g, h in zip(slopes, curvatures, strict=True))
+
+
+def _derivatives(terms: Sequence[Tensor], outputs: Sequence[Tensor]) -> list[Tensor]:
+    """Of a weighted sum of these, by each of the outputs."""
+    total = sum((term * _weights(term)).sum() for term in terms if term.requires_grad)
+    if not isinstance(total, Tensor):
+        return [torch.zeros_like(z) for z in outputs]
+    return list(torch.autograd.grad(total, outputs, create_graph=True, allow_unused=True, materialize_grads=True))
 
 
 def _weights(x: Tensor) -> Tensor:
@@ -111,12 +121,12 @@ def _unusable(problem: Problem) -> str | None:
     """What a few rows tell of all."""
     sketcher = Sketcher(_FEW)
     try:
-        sketcher.draw(problem.objective, [problem.batch], (0,))
+        slow = sketcher.draw(problem.objective, [problem.batch], (0,)).slow
     except ValueError as error:
         return _what_happened(error)
-    if sketcher.together:
+    if slow <= _MOSTLY:
         return None
-    return "every row of the sketch of basis='rational' would take a backward pass of its own here, which is slow"
+    return "most rows of the sketch of basis='rational' would take a backward pass each here, which is slow"
 
 
 def _what_happened(error: ValueError) -> str:

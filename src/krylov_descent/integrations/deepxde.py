@@ -17,6 +17,7 @@ parameters then does between them is anyone's guess.
 
 from __future__ import annotations
 
+import logging
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -35,6 +36,7 @@ os.environ.setdefault("DDE_BACKEND", "pytorch")  # DeepXDE chooses at its import
 
 import deepxde
 
+_LOGGER = logging.getLogger(__name__)
 _VARIABLES = "external_trainable_variables"
 # Their residuals are of one point each. Operators, integrals and fractional derivatives mix points: then rows of a
 # sketch take a backward pass each.
@@ -68,8 +70,9 @@ def compile_ksd(
             keeps their values, and ``model.restore`` brings them back.
         verbose: as for ``model.compile``.
         basis: as for ``KSD``. None takes "rational" for the mean squared residuals of a ``dde.data.PDE`` or ``TimePDE``
-            in float64, if its sketch fits in memory; and "krylov" elsewhere, or if other arguments are for that:
-            ``krylov_dim``, ``curvature``, ``preconditioner``, ``storage``. docs/integrations.md has figures.
+            in float64, if its sketch fits in memory; and "krylov" elsewhere (a line in the log says why), or if other
+            arguments are for that: ``krylov_dim``, ``curvature``, ``preconditioner``, ``storage``.
+            docs/integrations.md has figures.
         krylov_dim: K of the Krylov basis, 50 unless given. These networks are small and ill-conditioned: 14 seconds of
             one core end at a loss of 1.5e-3 with K = 20, of 2.8e-6 with 50 (examples/deepxde_poisson.py --basis krylov
             --krylov-dim, 2026-11-15).
@@ -117,15 +120,20 @@ def compile_ksd(
         groups[0]["weight_decay"] = factor
     if variables:
         groups.append({"params": variables, "weight_decay": 0.0})
+    functions = deepxde.losses.get(loss)
     if basis is None:
         for_krylov = krylov_dim is not None or not _FOR_KRYLOV.isdisjoint(ksd)
-        ordinary = type(model.data) in _ORDINARY and loss == "MSE" and not for_krylov
-        trained = [p for group in groups for p in group["params"]]
-        basis = fitting_basis(trained, ksd.get("memory_budget")) if ordinary else "krylov"
+        each = functions if isinstance(functions, list) else [functions]
+        squares = all(function is deepxde.losses.mean_squared_error for function in each)
+        basis, why_not = "krylov", ""
+        if type(model.data) in _ORDINARY and squares and kind in (None, "l2") and not for_krylov:
+            trained = [p for group in groups for p in group["params"]]
+            basis, why_not = fitting_basis(trained, ksd.get("memory_budget"))
+        if why_not and verbose > 0:
+            _LOGGER.warning("KSD takes basis='krylov': %s.", why_not)
     optimizer = KSD(groups, basis=basis, krylov_dim=50 if krylov_dim is None else krylov_dim, **ksd)
     _keep_values(optimizer, variables)
     residuals = _Residuals()
-    functions = deepxde.losses.get(loss)
     model.compile(
         optimizer,
         loss=list(map(residuals.of, functions)) if isinstance(functions, list) else residuals.of(functions),
@@ -134,8 +142,14 @@ def compile_ksd(
         external_trainable_variables=variables or None,
         verbose=verbose,
     )
-    model.train_step = _train_step(model, optimizer, residuals, on_report or (lambda report: None))
+    model.train_step = _train_step(model, optimizer, residuals, on_report or _log_notes)
     return optimizer
+
+
+def _log_notes(report: StepReport) -> None:
+    """Where nobody else reads reports, what the first one found of the problem goes to the log."""
+    if report.iteration == 0 and report.notes:
+        _LOGGER.warning("KSD, first step: %s", " ".join(report.notes))
 
 
 def _train_step(

@@ -15,6 +15,7 @@ Points may change between epochs (``R3Refinement``), and ``SwitchOptimizer`` may
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import NoneType
@@ -36,6 +37,7 @@ from krylov_descent.optimizer import KSD
 from krylov_descent.rational import fitting_basis
 from krylov_descent.report import StepReport
 
+_LOGGER = logging.getLogger(__name__)
 _UNKNOWN = "unknown_parameters"
 # Their weights follow the residuals from one evaluation to the next, so that no two are of the same function.
 _MOVING = (
@@ -50,7 +52,9 @@ class _Fitting(TorchOptimizer):  # type: ignore[misc]
 
     def hook(self, parameters: Iterable[Tensor]) -> None:
         parameters = list(parameters)
-        self.kwargs["basis"] = fitting_basis(parameters)
+        self.kwargs["basis"], why_not = fitting_basis(parameters)
+        if why_not:
+            _LOGGER.warning("KSD takes basis='krylov': %s.", why_not)
         super().hook(parameters)
 
 
@@ -121,6 +125,8 @@ class KSDSolver(SingleModelSolver):  # type: ignore[misc]
         self.log("grad_norm", report.grad_norm, on_step=False, on_epoch=True, batch_size=self.get_batch_size(batch))
         if self.on_report is not None:
             self.on_report(report)
+        elif report.iteration == 0 and report.notes:  # where nobody else reads reports
+            _LOGGER.warning("KSD, first step: %s", " ".join(report.notes))
         return loss.detach()
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
