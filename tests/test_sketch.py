@@ -628,15 +628,27 @@ def test_outputs_that_the_loss_couples_are_refused() -> None:
         left, right = model(x + 1), model(x - 1)
         return torch.cat([left, right]).square().mean(), (left, right)
 
+    heavy = torch.ones(9, 1, dtype=F64)
+    heavy[0] = 1e10
+
+    def hidden() -> tuple[Tensor, tuple[Tensor, ...]]:
+        """By one heavy row, and one without finite curvature."""
+        left, right = x[:, :1] * model(x), model(x - 1)
+        loss = (left - right).square().mean() + (heavy * left.square()).mean() + left.abs().pow(1.5).mean()
+        return loss, (left, right)
+
     with pytest.raises(ValueError, match="couples outputs 1 and 2"):
         KSD(model.parameters(), basis="rational").step(closure)
+    x[1] = 0
+    with pytest.raises(ValueError, match="couples outputs 0 and 1"):
+        KSD(model.parameters(), basis="rational").step(hidden)
     G, _ = dense(model, joint)
     J = Sketcher(100).draw(objective_of(model, joint), [Microbatch(None, None)], (0,)).J
     torch.testing.assert_close(J.T @ J, G)
 
 
 def wide(*shape: int) -> tuple[nn.Module, Closure]:
-    model, x = mlp(2, 5, 1), torch.rand(*shape, 2, dtype=F64)
+    model, x = mlp(2, 12, 1), torch.rand(*shape, 2, dtype=F64)
 
     def closure() -> tuple[Tensor, Tensor]:
         r = model(x)[..., 0] - x[..., 0]
@@ -664,11 +676,16 @@ def test_few_rows_with_many_entries_have_as_many_combinations_as_there_is_room_f
     torch.testing.assert_close(everything.J.T @ everything.rho, g)
 
 
-def test_points_in_the_second_dimension_are_said_to_be_slow() -> None:
-    model, closure = wide(1, 60)
-    sketch = Sketcher(30).draw(objective_of(model, closure), [Microbatch(None, None)], (0,))
-    assert len(sketch.J) == 30
-    assert sketch.slow == 1
+@pytest.mark.parametrize(("rows", "points", "found"), [(1, 60, 49), (4, 500, 4), (4, 20, 28)])
+def test_points_in_the_second_dimension_are_said_to_be_slow(rows: int, points: int, found: int) -> None:
+    """Combinations of 60 or 500 points are not to take more room than rows of J, of 49 numbers, do."""
+    model, closure = wide(rows, points)
+    sketch = Sketcher(60 if rows == 1 else 30).draw(objective_of(model, closure), [Microbatch(None, None)], (0,))
+    assert len(sketch.J) == found
+    assert sketch.slow == (found > rows)
+    if found == rows:
+        assert "4 rows in place of 30" in sketch.note
+        return
     assert "its first dimension is that of samples" in sketch.note
 
 
@@ -685,9 +702,9 @@ def test_another_closure_of_the_same_code_is_noticed() -> None:
 
     plain, periodic = make(lambda u: u - x[:, :1]), make(lambda u: u - u.roll(1, 0))
     sketcher = Sketcher(10_000)
-    for n in range(40):
+    for n in range(70):
         sketcher.draw(objective_of(model, plain), [Microbatch(None, None)], (n,))
-    for n in range(40, 80):
+    for n in range(70, 100):
         sketch = sketcher.draw(objective_of(model, periodic), [Microbatch(None, None)], (n,))
     G, _ = dense(model, periodic)
     torch.testing.assert_close(sketch.J.T @ sketch.J, G)

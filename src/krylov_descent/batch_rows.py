@@ -82,7 +82,7 @@ class BatchRows:
             return Part(room(0, objective), nothing, nothing, 0.0, [], True, shapes_of(evaluation))
         require_attached(evaluation)
         signs = torch.Generator("cpu").manual_seed(seed + 1)
-        all_roots = _roots(evaluation, chosen, widths(seen, wanted), signs)
+        all_roots = _roots(evaluation, chosen, widths(seen, wanted, objective.parameters.numel), signs)
         found = []
         whole = True
         for i, (z, roots, place, drawn) in enumerate(

@@ -6,8 +6,7 @@ Letters: z outputs [N, c], δ = ∂L/∂z, H_L block-diagonal with a block Hᵢ 
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,7 +30,7 @@ class Roots:
 
 
 def cotangents(c: int, room: float = 1.0) -> int:
-    """How many a row with c outputs gets: c, or, of many, as few random combinations as there is room for.
+    """How many a row with c outputs gets: c, or, of many, as many random combinations as there is room for.
 
     Example:
         >>> cotangents(16), cotangents(17), cotangents(100, room=5.0), cotangents(100, room=400.0)
@@ -42,14 +41,18 @@ def cotangents(c: int, room: float = 1.0) -> int:
 
 def coupled(outputs: Sequence[Tensor], deltas: Sequence[Tensor | None]) -> tuple[int, int] | None:
     """Two outputs such that the curvature in one depends on the other, by their numbers; None if there are none."""
-    for i, j in itertools.combinations(range(len(outputs)), 2):
-        delta = deltas[i]
-        if delta is None or not delta.requires_grad or not outputs[i].numel() or not outputs[j].numel():
+    if len(outputs) < 2:
+        return None
+    for i, (z, delta) in enumerate(zip(outputs, deltas, strict=True)):
+        if delta is None or not delta.requires_grad or not z.numel():
             continue
-        v = _magnitudes(outputs[i])
-        own, other = (float(_product(z, delta, v).abs().max()) for z in (outputs[i], outputs[j]))
-        if other > torch.finfo(v.dtype).eps ** 0.5 * own:
-            return i, j
+        v = _magnitudes(z)
+        found = torch.autograd.grad(delta, outputs, v, retain_graph=True, allow_unused=True, materialize_grads=True)
+        # Where a row has no finite curvature, the others still tell.
+        sizes = [float(h.detach().nan_to_num(0.0, 0.0, 0.0).abs().max()) if h.numel() else 0.0 for h in found]
+        for j, size in enumerate(sizes):
+            if j != i and size > torch.finfo(v.dtype).eps ** 0.5 * sizes[i]:
+                return min(i, j), max(i, j)
     return None
 
 
@@ -81,8 +84,9 @@ def output_roots(z: Tensor, delta: Tensor | None, S: Tensor, signs: torch.Genera
         h = diagonal.reshape(rows, c)[S].clamp(min=0)
         root = h.sqrt()
         rho = torch.where(h > 0, flat / root, 0)
-        L = torch.diag_embed(root) if c <= max(_ALL, k) else root[:, :, None]
-        return _shaped(L, rho, z, _combinations(z, s, S, signs, k))
+        if c <= max(_ALL, k):
+            return _by_columns(torch.diag_embed(root), rho, z)
+        return _combined(lambda x: root * x, rho, z, _combinations(z, s, S, signs, k), k)
     if c > _BLOCK:
         return f"the loss couples the {c} outputs of a sample, more than the {_BLOCK} whose blocks are formed"
     blocks = torch.stack([_product(z, delta, _unit(z, j)).reshape(rows, c) for j in range(c)], dim=-1)
@@ -95,27 +99,33 @@ def output_roots(z: Tensor, delta: Tensor | None, S: Tensor, signs: torch.Genera
     floor = values[:, -1:].clamp(min=0) * torch.finfo(z.dtype).eps * c
     root = torch.where(values > floor, values, 0).sqrt()
     rho = torch.where(root > 0, (Q.mT @ flat.double()[:, :, None])[:, :, 0] / root, 0)
-    return _shaped((Q * root[:, None]).to(z.dtype), rho.to(z.dtype), z, _combinations(z, s, S, signs, k))
-
-
-def _combinations(z: Tensor, s: Tensor, S: Tensor, signs: torch.Generator, k: int) -> list[Tensor]:
-    """k times ±1/√k for the rows S [s, c], the first of them from the probe's signs; none where all are rows."""
-    rows = z.shape[0] if z.ndim else 1
-    c = z.numel() // rows
+    L, rho = (Q * root[:, None]).to(z.dtype), rho.to(z.dtype)
     if c <= max(_ALL, k):
-        return []
-    drawn = [s, *(_signs(z, signs) for _ in range(k - 1))]
-    return [x.reshape(rows, c)[S] / k**0.5 for x in drawn]
+        return _by_columns(L, rho, z)
+    return _combined(lambda x: (L @ x[:, :, None])[:, :, 0], rho, z, _combinations(z, s, S, signs, k), k)
 
 
-def _shaped(L: Tensor, rho: Tensor, z: Tensor, combinations: Sequence[Tensor]) -> Roots:
-    """L [s, c, c] (or [s, c, 1] of a diagonal) and ρ [s, c], as they are or in random combinations."""
+def _combinations(z: Tensor, s: Tensor, S: Tensor, signs: torch.Generator, k: int) -> Iterator[Tensor]:
+    """k times ±1/√k for the rows S [s, c], the first of them from the probe's signs."""
+    rows = z.shape[0] if z.ndim else 1
+    for i in range(k):
+        yield (_signs(z, signs) if i else s).reshape(rows, -1)[S] / k**0.5
+
+
+def _by_columns(L: Tensor, rho: Tensor, z: Tensor) -> Roots:
+    """L [s, c, c] and ρ [s, c], each column a cotangent."""
     rows, c = rho.shape
-    if not combinations:
-        return Roots(L.permute(2, 0, 1).reshape(c, rows, *z.shape[1:]), rho.T)
-    mixed = [L[:, :, 0] * s if L.shape[2] == 1 else (L @ s[:, :, None])[:, :, 0] for s in combinations]
-    u = torch.stack(mixed).reshape(len(mixed), rows, *z.shape[1:])
-    return Roots(u, torch.stack([(rho * s).sum(1) for s in combinations]))
+    return Roots(L.permute(2, 0, 1).reshape(c, rows, *z.shape[1:]), rho.T)
+
+
+def _combined(L: Callable[[Tensor], Tensor], rho: Tensor, z: Tensor, combinations: Iterable[Tensor], k: int) -> Roots:
+    """Lx and xᵀρ for each of k combinations x [s, c], one after the other: they may be as large as J."""
+    rows = len(rho)
+    u, mixed = z.new_empty(k, rows, *z.shape[1:]), rho.new_empty(k, rows)
+    for i, x in enumerate(combinations):
+        u[i] = L(x).reshape(u[i].shape)
+        mixed[i] = (rho * x).sum(1)
+    return Roots(u, mixed)
 
 
 def _product(z: Tensor, delta: Tensor, v: Tensor) -> Tensor:

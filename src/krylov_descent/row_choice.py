@@ -76,12 +76,16 @@ def counts(seen: Seen, wanted: int) -> list[int]:
     ]
 
 
-def widths(seen: Seen, wanted: int) -> list[int]:
-    """How many cotangents each row of an output gets: of a few rows with many entries each, more than one."""
-    return [
-        cotangents(math.prod(shape[1:]), share / max(1, shape[0] if shape else 1))
-        for shape, share in zip(seen.shapes, _shares(seen, wanted), strict=True)
-    ]
+def widths(seen: Seen, wanted: int, numel: int) -> list[int]:
+    """How many cotangents each row of an output gets: of a few rows with many entries each, more than one.
+
+    Those are then no larger than the rows of J, which have ``numel`` entries.
+    """
+    found = []
+    for shape, share in zip(seen.shapes, _shares(seen, wanted), strict=True):
+        c = math.prod(shape[1:])
+        found.append(cotangents(c, share / max(1, shape[0] if shape else 1) * min(1.0, numel / max(1, c))))
+    return found
 
 
 def _shares(seen: Seen, wanted: int) -> list[float]:

@@ -6,6 +6,7 @@ uᵀ∂z/∂θ.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -16,7 +17,7 @@ from krylov_descent.jacobian import OwnWeights, Place, along, write_rows, write_
 from krylov_descent.objective import PROBE, Objective
 
 _ROUNDING = 1000  # ε of the largest column: what the small ones may be off by
-_COLUMNS = 16  # up to so many cotangents are columns of the outputs
+_COLUMNS = 16  # entries, up to which each is a row of its own; so many rows are few for a backward pass
 _AGAIN = 32  # calls after which rows are looked at again at the latest
 _COARSE, _ROUGHLY = 5e-4, 0.3  # ε from which whole parameters are compared, not columns, and how closely
 
@@ -43,8 +44,9 @@ class Wanted:
 
     @property
     def apart(self) -> bool:
-        """Whether they are few rows of many entries: a backward pass, which has all s, is for hardly more than one."""
-        return self.u.shape[0] > max(_COLUMNS, self.u.shape[1])
+        """Whether they are combinations of a few rows with many entries: a backward pass for hardly more than one."""
+        k, s, *entries = self.u.shape
+        return k > 1 and s <= _COLUMNS < math.prod(entries)
 
 
 class RowWriter:

@@ -27,6 +27,11 @@ _SLOW = (
     "its layers are checkpointed."
 )
 
+_FEW = (
+    "The sketch has {:,} rows in place of {:,}, since outputs have few rows of many entries each: their first "
+    "dimension is that of samples or points."
+)
+
 _MANY = (
     "The sketch has {:,} rows in place of {:,}, since every output of every micro-batch has one at least: larger "
     "micro-batches need less room and time."
@@ -125,9 +130,10 @@ class Sketcher:
         for part in parts:
             part.J = none[None][:0]  # the rows are large, and needed once
         note = _SLOW if slow else ""
-        if m > 2 * self.rows and not self._told:
+        few = m < self.rows / 4 and not whole
+        if (few or m > 2 * self.rows) and not self._told:
             self._told = True
-            note = f"{note} {_MANY.format(m, self.rows)}".strip()
+            note = f"{note} {(_FEW if few else _MANY).format(m, self.rows)}".strip()
         return Sketch(J, gathered(rho), whole, change, note, one_by_one)
 
     @property

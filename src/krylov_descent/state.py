@@ -52,8 +52,8 @@ def read_memory(state: State, first: Tensor, parameters: ParameterVector, seed: 
     elif found[:3] == own[:3]:
         raise ValueError(
             f"The optimizer's state is that of a {_kind(in_parts, found)}, and this one is of a "
-            f"{_kind(not comm.as_parameters, own)}. Give process_group=... as in that run, or save and load by "
-            "krylov_descent.distributed.checkpoint."
+            f"{_kind(not comm.as_parameters, own)}. Make KSD {'with' if in_parts else 'without'} process_group=..., as "
+            "in that run, or save there by krylov_descent.distributed.checkpoint and load that into a new KSD."
         )
     else:
         raise ValueError(
@@ -80,6 +80,8 @@ def write_memory(state: State, first: Tensor, parameters: ParameterVector, memor
     if comm.as_parameters:
         whole = {k: None if x is None else comm.all_gather(x, parameters.numel) for k, x in vectors.items()}
         write_vectors(state, parameters, whole)
+        for key in ("layout", *(f"{key}_part" for key in vectors)):  # of a state in parts that was there before
+            state[first].pop(key, None)
         state[first].update(numbers, **factors)
         return
     for key, x in vectors.items():

@@ -70,9 +70,9 @@ def compile_ksd(
             keeps their values, and ``model.restore`` brings them back.
         verbose: as for ``model.compile``.
         basis: as for ``KSD``. None takes "rational" for the mean squared residuals of a ``dde.data.PDE`` or ``TimePDE``
-            in float64, if its sketch fits in memory; and "krylov" elsewhere (a line in the log says why), or if other
-            arguments are for that: ``krylov_dim``, ``curvature``, ``preconditioner``, ``storage``.
-            docs/integrations.md has figures.
+            in float64, for up to 100,000 parameters, if its sketch fits in memory (where only these speak against it,
+            the log says so, if ``verbose``); and "krylov" elsewhere, or if other arguments are for that:
+            ``krylov_dim``, ``curvature``, ``preconditioner``, ``storage``. docs/integrations.md has figures.
         krylov_dim: K of the Krylov basis, 50 unless given. These networks are small and ill-conditioned: 14 seconds of
             one core end at a loss of 1.5e-3 with K = 20, of 2.8e-6 with 50 (examples/deepxde_poisson.py --basis krylov
             --krylov-dim, 2026-11-15).

@@ -68,8 +68,8 @@ class KSDSolver(SingleModelSolver):  # type: ignore[misc]
         problem: as for any solver.
         model: as for any solver.
         optimizer: ``TorchOptimizer(KSD, ...)`` for other settings than the default: ``basis="rational"`` for the mean
-            squared residuals of a ``KSDPINN`` in float64, if its sketch fits in memory, and K = 50 of the Krylov basis
-            elsewhere. docs/integrations.md has figures.
+            squared residuals of a ``KSDPINN`` in float64, for up to 100,000 parameters, if its sketch fits in memory,
+            and K = 50 of the Krylov basis elsewhere. docs/integrations.md has figures.
         **arguments: of the solver: ``weighting``, ``loss``, ...
 
     Attributes:
