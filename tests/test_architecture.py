@@ -153,7 +153,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "jacobian": set(),
     "row_choice": {"closure", "data", "jacobian", "objective", "output_hessian"},
-    "row_writing": {"jacobian", "objective"},
+    "row_writing": {"jacobian", "objective", "output_hessian"},
     "batch_rows": {
         "closure",
         "curvature.gauss_newton",

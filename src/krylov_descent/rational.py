@@ -58,7 +58,7 @@ _ROOM = 2**30  # bytes that a sketch may grow to where no budget says so; not wh
 
 _COPIES = 5  # of m·n numbers, while rows are drawn: J, the weights of their own, their gradients (measured: 4.3 to 4.7)
 
-_MEASURED = 100_000  # parameters; of more, nobody knows whether it is ahead
+_MEASURED = 100_000  # parameters that steps were timed with (docs/performance.md); of more, nothing is known
 _DAMPED, _RATIO = 9, 3.0  # damped steps: dampings, and the factor between them
 _FIRST_DAMPED, _LEAST_DAMPED, _MOST_DAMPED = 1e-3, 1e-12, 1e2
 

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from krylov_descent.jacobian import OwnWeights, Place, along, write_rows, write_rows_one_by_one
 from krylov_descent.objective import PROBE, Objective
+from krylov_descent.output_hessian import cotangents
 
 _ROUNDING = 1000  # ε of the largest column: what the small ones may be off by
-_COLUMNS = 16  # entries, up to which each is a row of its own; so many rows are few for a backward pass
+_HARDLY = 16  # rows, up to which a backward pass has hardly more than one
 _AGAIN = 32  # calls after which rows are looked at again at the latest
 _COARSE, _ROUGHLY = 5e-4, 0.3  # ε from which whole parameters are compared, not columns, and how closely
 
@@ -46,7 +47,7 @@ class Wanted:
     def apart(self) -> bool:
         """Whether they are combinations of a few rows with many entries: a backward pass for hardly more than one."""
         k, s, *entries = self.u.shape
-        return k > 1 and s <= _COLUMNS < math.prod(entries)
+        return k > 1 and s <= _HARDLY and cotangents(math.prod(entries)) == 1
 
 
 class RowWriter:

@@ -70,8 +70,8 @@ class Sketcher:
         self.rows = rows
         self._judged: tuple[object, ...] = ()
         self._of_batches = BatchRows()
-        self._told = False  # that sketches are larger than they were meant to be
-        self._told_slow = False
+        self._told = False  # that sketches are larger or smaller than they were meant to be
+        self._told_slow = False  # that rows take a backward pass each
 
     def draw(self, objective: Objective, batches: Sequence[Microbatch], key: Sequence[int]) -> Sketch:
         """Rows of this closure on these micro-batches; ``key`` seeds which are drawn.
