@@ -167,7 +167,8 @@ ALLOWED: dict[str, set[str]] = {
     },
     "sketch": {"batch_rows", "closure", "data", "distributed", "objective"},
     "flow": {"basis", "distributed"},
-    "rational": {"basis", "budget", "data", "distributed", "flow", "objective", "rows", "sketch"},
+    "sketch_memory": {"budget"},
+    "rational": {"basis", "data", "distributed", "flow", "objective", "rows", "sketch", "sketch_memory"},
     "options": {
         "base",
         "budget",
@@ -274,7 +275,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "checking.difference": {"checking.doubled", "checking.problem", "closure"},
     "checking.locate": {"checking.naming", "checking.problem", "checking.trace", "closure"},
-    "checking.choice": {"checking.finding", "checking.problem", "optimizer", "rational", "sketch"},
+    "checking.choice": {"checking.finding", "checking.problem", "optimizer", "sketch", "sketch_memory"},
     "checking.memory": {"basis", "budget", "checking.finding", "checking.problem", "curvature", "kronecker_memory"},
     "checking.parameters": {
         "checking.finding",
@@ -328,7 +329,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "cli.options": set(),
     "integrations": set(),
-    "integrations.deepxde": {"optimizer", "rational", "report", "run"},
+    "integrations.deepxde": {"optimizer", "rational", "report", "run", "sketch_memory"},
     "integrations.lightning": {
         "data",
         "distributed",
@@ -337,7 +338,7 @@ ALLOWED: dict[str, set[str]] = {
         "optimizer",
         "report",
     },
-    "integrations.pina": {"base", "optimizer", "rational", "report"},
+    "integrations.pina": {"base", "optimizer", "report", "sketch_memory"},
     "integrations.skorch": {"base", "data", "optimizer"},
     "integrations.transformers": {"data", "optimizer", "report"},
     "cli.screen": {"checking.finding"},

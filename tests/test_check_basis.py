@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from krylov_descent import KSD, CheckReport, Growing, Rational, Subsets, check
-from krylov_descent.rational import RationalBuilder, sketch_bytes
+from krylov_descent.rational import RationalBuilder
+from krylov_descent.sketch_memory import sketch_bytes
 from tests.least_squares import F64, mlp, pinn
 
 
@@ -189,7 +190,7 @@ def test_large_networks() -> None:
         r = slope(model, x) - 1
         return r.square().mean(), r
 
-    assert "measured up to 100,000 parameters, and these are 162,001" in advice(check(closure, model))
+    assert "timed up to 100,000 parameters, and these are 162,001" in advice(check(closure, model))
 
 
 @pytest.mark.parametrize("krylov_dim", [20, 7])
@@ -231,3 +232,25 @@ def test_earlier_steps_that_may_not_fit_are_left_out_by_a_budget() -> None:
         assert max(rows) == (4 if available == 10**9 else 2)
     assert len(memory["ok"]) == len(memory["warn"]) == 1
     assert "earlier steps may not fit" in memory["warn"][0]
+
+
+def test_derivatives_by_torch_func() -> None:
+    """They do not tell what graphs hold: nothing to fail for, and a step with either basis goes well."""
+    model, x = mlp(2, 6, 1), torch.rand(9, 2, dtype=F64)
+
+    def closure() -> tuple[Tensor, Tensor]:
+        def u(p: Tensor) -> Tensor:
+            value: Tensor = model(p)[0]
+            return value
+
+        r = torch.func.vmap(torch.func.jacrev(torch.func.grad(u)))(x).diagonal(0, 1, 2).sum(1) - 1
+        return r.square().mean(), r
+
+    report = check(closure, model)
+    assert report.ok
+    (memory,) = [f for f in report.findings if f.name == "memory"]
+    assert "graphs of B unknown (torch.func does not tell)" in memory.detail
+    assert "differentiates" in (told := advice(report)) or "backward pass each" in told
+    with pytest.warns(UserWarning, match="Leave memory_budget out to keep them"):
+        budgeted = KSD(model.parameters(), memory_budget=10**8).step(closure)
+    assert budgeted.search_loss_after < budgeted.loss

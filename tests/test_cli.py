@@ -48,6 +48,20 @@ def full_batch():
     return model, lambda: closure((x, y))
 
 
+def solution():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(1, 10), nn.Tanh(), nn.Linear(10, 1)).double()
+    x = torch.linspace(0, 1, 40, dtype=torch.float64)[:, None].requires_grad_()
+
+    def closure():
+        u = model(x)
+        (slope,) = torch.autograd.grad(u.sum(), x, create_graph=True)
+        r = torch.cat([slope - u, 3 * (u[:1] - 1)])
+        return r.square().mean(), r
+
+    return model, closure
+
+
 def dropout():
     model, _, sets = small()
     model[2] = nn.Dropout(0.5)
@@ -259,6 +273,17 @@ def test_full_batch_to_the_gradient_and_a_picture(directory: Path, capsys: pytes
     assert (directory / "pictures" / "run.png").stat().st_size > 10_000
     (directory / "empty.jsonl").write_text("")
     assert main(["plot", "empty.jsonl"]) == 2
+
+
+def test_the_basis_that_check_advises_can_be_trained_with(
+    directory: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "400")
+    assert main(["check", "problem:solution"]) == 0
+    assert "basis='rational')" in capsys.readouterr().out
+    assert main(["train", "problem:solution", "--basis", "rational", "--max-steps", "3"]) == 0
+    steps = [json.loads(line) for line in Path("ksd-run/log.jsonl").read_text().splitlines()]
+    assert {step["stop_reason"] for step in steps} == {"candidate"}
 
 
 def test_the_package_needs_none_of_it() -> None:

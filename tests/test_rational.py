@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -16,32 +17,67 @@ from krylov_descent.basis import Carry, Family, Starts, Turn
 from krylov_descent.curvature import CURVATURES
 from krylov_descent.distributed import SingleProcess
 from krylov_descent.krylov import KrylovBuilder
-from krylov_descent.rational import RationalBuilder, sketch_bytes
+from krylov_descent.rational import RationalBuilder
 from krylov_descent.report import StopReason
 from krylov_descent.sample_set import Microbatch
 from krylov_descent.search import best_start, climb
 from krylov_descent.sketch import Sketcher, finite_rows
+from krylov_descent.sketch_memory import sketch_bytes
 from tests.least_squares import F64, Closure, dense, mlp, objective_of, pinn
 
 
-def test_a_direction_that_leads_nowhere_gathers_rows_and_then_does() -> None:
-    """A noisy fit, at its minimum but for one direction: sketches of a few rows want to fit their noise."""
+def noisy_fit() -> tuple[nn.Module, Closure, float]:
+    """At its minimum but for one direction, and the minimum: sketches of a few rows want to fit their noise."""
     torch.manual_seed(0)
     model = nn.Linear(20, 1, bias=False).double()
     x = torch.randn(400, 20, dtype=F64)
     y = x @ torch.ones(20, 1, dtype=F64) + torch.randn(400, 1, dtype=F64)
+    solution = torch.linalg.lstsq(x, y).solution
     with torch.no_grad():
-        model.weight.copy_(torch.linalg.lstsq(x, y).solution.T).add_(0.02)
+        model.weight.copy_(solution.T).add_(0.02)
 
     def closure() -> tuple[Tensor, Tensor]:
         r = model(x) - y
         return r.square().mean(), r
 
+    return model, closure, (x @ solution - y).square().mean().item()
+
+
+def test_a_direction_that_leads_nowhere_gathers_rows_and_then_does() -> None:
+    model, closure, best = noisy_fit()
     optimizer = KSD(model.parameters(), basis=Rational(rows=15))
     reports = [optimizer.step(closure) for _ in range(150)]
-    best = (x @ torch.linalg.lstsq(x, y).solution - y).square().mean().item()
     assert sum(report.stop_reason is StopReason.GATHERING for report in reports) > 20
     assert reports[-1].loss - best < 0.2 * (reports[0].loss - best)
+    fell = [a for a, b in itertools.pairwise(reports) if b.loss < a.loss]
+    assert {a.stop_reason for a in fell} == {StopReason.CANDIDATE}
+    grew = next(report for report in reports if report.notes)
+    assert str(grew).endswith("had to gather rows: sketches have 20 from now on.")
+
+
+@pytest.mark.parametrize("monitored", [False, True])
+def test_a_run_is_patient_with_steps_that_gather(monitored: bool) -> None:
+    """Seven in a row are usual: they are no steps without a better loss."""
+    model, closure, best = noisy_fit()
+    first = closure()[0].item()
+    monitor = (lambda: closure()[0].item()) if monitored else None
+    run = KSD(model.parameters(), basis=Rational(rows=15)).run(closure, patience=5, max_steps=150, monitor=monitor)
+    reports = list(run)
+    gathering = [report.stop_reason is StopReason.GATHERING for report in reports]
+    assert max(sum(1 for _ in some) for gathers, some in itertools.groupby(gathering) if gathers) >= 5
+    assert run.best is not None
+    assert run.best.value - best < 0.2 * (first - best)
+
+
+def test_a_sketch_beyond_the_memory_at_hand_is_refused_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, closure = pinn()
+    before = [p.detach().clone() for p in model.parameters()]
+    monkeypatch.setattr("krylov_descent.sketch_memory.at_hand", lambda device: 1000)
+    with pytest.raises(ValueError, match=r"more than what may be taken of the 1,000 at hand\. Use basis='krylov'"):
+        KSD(model.parameters(), basis="rational").step(closure)
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+    optimizer = KSD(model.parameters(), basis="rational", memory_budget=10**7)  # says what may be taken
+    optimizer.step(closure)
 
 
 def family(n: int = 9) -> Family:
@@ -254,7 +290,7 @@ def test_rows_that_are_not_finite_are_left_out() -> None:
 def test_memory_that_does_not_fit_is_refused_with_the_remedy() -> None:
     model, closure = pinn()
     n = sum(p.numel() for p in model.parameters())
-    with pytest.raises(ValueError, match=rf"takes {5 * 400 * n * 8:,} bytes.*Use basis='krylov'"):
+    with pytest.raises(ValueError, match=rf"takes {sketch_bytes(400, n, F64):,} bytes.*Use basis='krylov'"):
         KSD(model.parameters(), basis="rational", memory_budget=1000).step(closure)
 
 

@@ -66,7 +66,8 @@ class KSD(ClosureOptimizer):
             with K = 1, ten more once ``Growing`` sets have all samples and there is no ``memory_budget``.
         basis: "krylov", the paper's; "rational", a Gauss–Newton direction gathered from sketches of the Jacobian and
             followed in short pieces, for physics-informed networks in float64 with up to some ten thousand
-            parameters (``Rational`` has its settings).
+            parameters (``Rational`` has its settings). It has no use for ``krylov_dim``, ``storage`` and a
+            preconditioner, and with ``previous=None`` no momentum.
         curvature: "ggn", the Gauss–Newton matrix (the paper's, and the best there); "hessian", exact and possibly
             indefinite; "fisher", the empirical Fisher matrix.
         preconditioner: "fisher", the diagonal of the per-sample Fisher matrix (the paper's); "kronecker", a factored

@@ -29,21 +29,21 @@ steps had to wait like this, sketches get more rows.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from krylov_descent.basis import Carry, Family, Starts, Subspace, Turn, spanned_basis
-from krylov_descent.budget import at_hand, share
 from krylov_descent.data import Microbatch
-from krylov_descent.distributed import inner
+from krylov_descent.distributed import inner, together
 from krylov_descent.flow import Factored, acceleration, damped_steps, flow_direction, new_damping
 from krylov_descent.objective import Objective
 from krylov_descent.rows import Rows
 from krylov_descent.sketch import Sketch, Sketcher, finite_rows, require_plain
+from krylov_descent.sketch_memory import ROWS, refusal, sketch_bytes
 
 _FIRST, _LEAST, _MOST = 1e-6, 1e-18, 1e-5  # λ of the flow, relative to the trace of K: at first, and its bounds
 _SHORTEST = 2.0**-14
@@ -56,9 +56,6 @@ _OFTEN = 0.25  # a share beyond which sketches have too few rows
 _GROWTH, _MOST_ROWS = 1.5, 4  # of m at a time, and in all
 _ROOM = 2**30  # bytes that a sketch may grow to where no budget says so; not what is free, or runs would depend on it
 
-_COPIES = 5  # of m·n numbers, while rows are drawn: J, the weights of their own, their gradients (measured: 4.3 to 4.7)
-
-_MEASURED = 100_000  # parameters that steps were timed with (docs/performance.md); of more, nothing is known
 _DAMPED, _RATIO = 9, 3.0  # damped steps: dampings, and the factor between them
 _FIRST_DAMPED, _LEAST_DAMPED, _MOST_DAMPED = 1e-3, 1e-12, 1e2
 
@@ -78,7 +75,7 @@ class Rational:
         >>> optimizer = KSD([torch.nn.Parameter(torch.ones(3))], basis=Rational(rows=200))
     """
 
-    rows: int = 400
+    rows: int = ROWS
     momentum: float = 0.9
 
     def __post_init__(self) -> None:
@@ -86,35 +83,6 @@ class Rational:
             raise ValueError(f"Rational(rows={self.rows!r}): must be a whole number ≥ 1.")
         if not 0 <= self.momentum < 1:
             raise ValueError(f"Rational(momentum={self.momentum!r}): must be a number in [0, 1).")
-
-
-def sketch_bytes(rows: int, numel: int, dtype: torch.dtype) -> int:
-    """What a sketch of that many rows takes at its peak."""
-    return _COPIES * rows * numel * dtype.itemsize
-
-
-def against_rational(numel: int, dtype: torch.dtype, room: int | None) -> str | None:
-    """Why not to begin with the rational basis for so many parameters, if only so many bytes may be taken."""
-    if dtype != torch.float64:  # docs/integrations.md has figures
-        return "basis='rational' was ahead in float64, and in float32 neither basis was"
-    if numel > _MEASURED:
-        return f"basis='rational' was measured up to {_MEASURED:,} parameters, and these are {numel:,}"
-    rows = Rational().rows
-    taken = sketch_bytes(rows, numel, dtype)
-    if room is not None and taken > room:
-        return f"the sketch of basis='rational' takes {taken:,} bytes ({rows} rows), and {max(0, room):,} may be taken"
-    return None
-
-
-def fitting_basis(params: Iterable[Tensor], budget: int | None = None) -> tuple[Literal["krylov", "rational"], str]:
-    """Which to begin with where residuals are squared, in a budget or in the memory at hand; if krylov, and why."""
-    trained = [p for p in params if p.requires_grad]
-    if not trained:
-        return "krylov", "no parameter requires a gradient"
-    if budget is None and (free := at_hand(trained[0].device)) is not None:
-        budget = share(free)
-    why_not = against_rational(sum(p.numel() for p in trained), trained[0].dtype, budget)
-    return ("rational", "") if why_not is None else ("krylov", why_not)
 
 
 def reduced_curvature(J: Tensor, V: Rows, objective: Objective) -> Tensor:
@@ -264,17 +232,18 @@ class RationalBuilder:
         """Before anything runs.
 
         Raises:
-            ValueError: the budget is too small for the sketch, or parameters are on a mesh.
+            ValueError: the budget, or at first the memory at hand, is too small for the sketch, or parameters are on a
+                mesh.
         """
-        parameters = objective.parameters
+        parameters, rows = objective.parameters, self._options.rows
         require_plain(objective.comm, parameters.numel)
-        taken = sketch_bytes(self._options.rows, parameters.numel, parameters.dtype)
-        if self._budget is not None and taken > self._budget:
-            raise ValueError(
-                f"The sketch of basis='rational' takes {taken:,} bytes ({self._options.rows} rows of "
-                f"{parameters.numel:,} parameters), more than memory_budget={self._budget:,}. Use basis='krylov', "
-                "Rational(rows=...) with fewer rows, or a larger memory_budget."
-            )
+
+        def check() -> None:
+            if said := refusal(rows, parameters.numel, parameters.dtype, parameters.device, self._budget):
+                raise ValueError(said)
+
+        if self._V is None:  # later, what is at hand lacks what the last sketch took
+            together(objective.comm, check)
 
     def announce(self, objective: Objective, batches: Sequence[Microbatch]) -> None:
         """Nothing to say."""

@@ -26,6 +26,7 @@ class StopReason(enum.Enum):
     NEGATIVE_CURVATURE = "negative-curvature"
     GATHERING = "gathering"
     MODEL = "model"
+    CANDIDATE = "candidate"
 
     @property
     def remedy(self) -> str:
@@ -66,6 +67,10 @@ _REMEDY: Mapping[StopReason, str] = {
     StopReason.MODEL: (
         "Nothing to do: the minimum of the quadratic model was taken without a search, as the loss fell there by "
         "enough of what the model promised (Search(model=...))."
+    ),
+    StopReason.CANDIDATE: (
+        "Nothing to do: the best of the candidates of basis='rational' was taken, a piece of its direction or a damped "
+        "step; the loss is lower there."
     ),
 }
 
@@ -133,11 +138,12 @@ class StepReport:
 
     def __str__(self) -> str:
         kept = "" if self.accepted else " | previous step undone"
+        notes = f" | {' '.join(self.notes)}" if self.notes else ""
         return (
             f"step {self.iteration} | loss {self.loss:.6g} | search {self.search_loss_before:.6g} → "
             f"{self.search_loss_after:.6g} | |g| {self.grad_norm:.3g} | K {self.krylov_dim} | "
             f"{self.inner_evaluations} evaluations, {self.stop_reason.value} | "
-            f"{sum(self.seconds.values()):.2f} s{kept}"
+            f"{sum(self.seconds.values()):.2f} s{kept}{notes}"
         )
 
     def as_dict(self) -> dict[str, Any]:

@@ -45,8 +45,8 @@ _REMEDY: Mapping[EndReason, str] = {
     EndReason.SECONDS: "The time was used up. Run on: the optimizer continues where it is.",
     EndReason.GRADIENT: "The gradient's norm is at most gtol: converged.",
     EndReason.PATIENCE: (
-        "Nothing improved for `patience` steps: converged for these sets. More is to be had from larger sets "
-        "(Subsets(fraction=...)), a larger krylov_dim, or float64."
+        "Nothing improved for `patience` steps: converged for these sets. More may be had from larger sets "
+        "(Subsets(fraction=...)), a larger krylov_dim (or rows of basis='rational'), or float64."
     ),
     EndReason.STUCK: (
         "Step after step found nothing better than where it began: converged to the rounding of the dtype. "
@@ -159,7 +159,7 @@ class Run:
 
     def __iter__(self) -> Iterator[StepReport]:
         start = time.perf_counter()
-        nothing = 0
+        nothing, gathered = 0, False
         self.reason = None
         with step_bar(self._optimizer, self._max_steps, shown=self._progress) as show:
             while self.reason is None:
@@ -170,12 +170,16 @@ class Run:
                 here = self._copy() if self._monitor is None else ()
                 report: StepReport = self._optimizer.step(self._closure, self._sets)
                 self.loss = report.loss
-                if self._monitor is not None:
+                gathers = report.stop_reason is StopReason.GATHERING
+                if self._monitor is not None and not (gathers and self.best):
                     self._weigh(self._agreed(float(self._monitor())), self.steps + 1, None)
+                elif self._monitor is not None or gathered:
+                    pass  # the parameters stayed where they were weighed: gathering is no failure to improve
                 elif report.accepted:  # otherwise it began from an earlier point, which was weighed then
                     self._weigh(report.loss, self.steps, here)
                 else:
                     self._stale += 1
+                gathered = gathers
                 del here
                 self.steps += 1
                 nothing = 0 if self._sets is not None else in_vain(report, nothing)

@@ -284,7 +284,7 @@ def search_subspace(
         best = best_start(subspace.starts, value, before)
         if best is not None:
             point, carry, lowest = best
-            return lines.found(C.T @ point, before, lowest, 0, first, StopReason.CONVERGED, carry)
+            return lines.found(C.T @ point, before, lowest, 0, first, StopReason.CANDIDATE, carry)
         carry, kept = subspace.starts.otherwise, subspace.starts.kept
         if kept is not None:
             return Found(None, before, before, 0, first, StopReason.GATHERING, carry=carry, kept=lines.combine(kept))

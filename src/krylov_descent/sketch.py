@@ -23,8 +23,8 @@ from krylov_descent.objective import Objective
 
 _SLOW = (
     "Rows of some output take a backward pass each, which is slow: it has parameters outside of linear layers (x @ W "
-    "in place of F.linear), a row of it depends on many points (its first dimension is that of samples or points), or "
-    "its layers are checkpointed."
+    "in place of F.linear), or weights that are computed (weight_norm), it is differentiated by torch.func, a row of "
+    "it depends on many points (its first dimension is that of samples or points), or its layers are checkpointed."
 )
 
 _FEW = (

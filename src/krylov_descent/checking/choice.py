@@ -12,8 +12,8 @@ from torch.overrides import TorchFunctionMode
 from krylov_descent.checking.finding import Finding, bytes_in_words, split_remedy
 from krylov_descent.checking.problem import Problem
 from krylov_descent.optimizer import KSD
-from krylov_descent.rational import Rational, against_rational, sketch_bytes
 from krylov_descent.sketch import Sketcher
+from krylov_descent.sketch_memory import ROWS, against_rational, sketch_bytes
 
 _FEW = 20  # rows that are drawn, to see whether they can be had
 _MOSTLY = 0.5  # the share of them that may take a backward pass each
@@ -43,9 +43,10 @@ def choice(problem: Problem) -> Iterator[Finding]:
         "basis",
         "ok",
         "rational: the closure differentiates the network, every step sees all residuals, and "
-        f"{bytes_in_words(sketch_bytes(Rational().rows, numel, dtype))} hold a sketch of them; on physics-informed "
+        f"{bytes_in_words(sketch_bytes(ROWS, numel, dtype))} hold a sketch of them; on physics-informed "
         "networks, its many cheap steps along the Gauss–Newton flow end lower",
-        "KSD(basis='rational'); where it stands still, as at sharp fronts, KSD(basis='krylov').",
+        "KSD(basis='rational'). Where the loss on other points is far above this one, as at sharp fronts, draw new "
+        "points every few steps, or take KSD(basis='krylov').",
     )
 
 

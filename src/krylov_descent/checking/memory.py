@@ -26,13 +26,15 @@ def memory(problem: Problem, available: int | None) -> Iterator[Finding]:
     factors = step_bytes(problem.objective)
     batch, parts = problem.first_microbatch("B")
     kind = CURVATURES[problem.working]
-    graphs = CurvatureProduct(kind, problem.objective, [batch], memory_budget=_ANYTHING).kept_bytes * parts
+    product = CurvatureProduct(kind, problem.objective, [batch], memory_budget=_ANYTHING)
+    graphs = product.kept_bytes * parts
     if available is None:
         available = at_hand(problem.parameters.device)
     budget = _ANYTHING if available is None else share(available)
     problem.room = budget - graphs
     bases = ", ".join(f"{bytes_in_words(x.basis)} for K = {K}" for K, x in need.items())
-    detail = f"basis {bases}; graphs of B {bytes_in_words(graphs)}; "
+    of_graphs = bytes_in_words(graphs) if product.measured else "unknown (torch.func does not tell)"
+    detail = f"basis {bases}; graphs of B {of_graphs}; "
     detail += f"factors {'of' if deep else 'with'} preconditioner='kronecker' up to {bytes_in_words(factors)}"
     basis = need[chosen].basis
     held = basis + factors * deep

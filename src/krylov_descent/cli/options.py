@@ -46,6 +46,8 @@ class Train:
     """End when the gradient's norm is at most this."""
     krylov_dim: int = 20
     """K, the Krylov vectors of a step."""
+    basis: Literal["krylov", "rational"] = "krylov"
+    """rational: for physics-informed networks; the command check tells."""
     curvature: Literal["ggn", "hessian", "fisher"] = "ggn"
     """Gauss–Newton, the exact Hessian, or the empirical Fisher matrix."""
     weight_decay: float = 0.0

@@ -28,6 +28,7 @@ def train_target(command: Train) -> int:
         optimizer = KSD(
             target.model.parameters(),
             krylov_dim=command.krylov_dim,
+            basis=command.basis,
             curvature=command.curvature,
             weight_decay=command.weight_decay,
         )

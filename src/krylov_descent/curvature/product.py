@@ -53,6 +53,8 @@ class CurvatureProduct:
         self._parts: list[_Built | Microbatch] = []  # in order: those that are kept, and those that are rebuilt
         self._masked_samples = 0
         self.kept_bytes = 0
+        self.measured = True
+        """Whether ``kept_bytes`` is known: torch.func does not let autograd tell what it saves."""
         # One buffer [P] for all products: that of the result, where a rank keeps all of it.
         self._whole = out
         if out is not None and objective.comm.ranks > 1:
@@ -134,12 +136,18 @@ class CurvatureProduct:
 
     def _keep(self, batch: Microbatch, memory_budget: int | None) -> None:
         """Build a micro-batch's graph and keep it, if it fits."""
-        with self._measured(enabled=memory_budget is not None) as size:
+        try:
+            with self._measured(enabled=memory_budget is not None) as size:
+                built = self._build(batch)
+        except RuntimeError as error:
+            if "saved tensor hooks" not in str(error):
+                raise
+            self.measured = False
             built = self._build(batch)
         if built is None:
             self._masked_samples += batch.samples or 0
             return
-        if memory_budget is not None and self.kept_bytes + size[0] > memory_budget:
+        if not self.measured or (memory_budget is not None and self.kept_bytes + size[0] > memory_budget):
             self._parts.append(batch)
             return
         self.kept_bytes += size[0]
