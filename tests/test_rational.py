@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -13,16 +13,17 @@ import torch
 from torch import Tensor, nn
 
 from krylov_descent import DEEP, KSD, Rational, Subsets
-from krylov_descent.basis import Carry, Family, Starts, Turn
+from krylov_descent.basis import Family, Starts, Turn
+from krylov_descent.carry import Carry
 from krylov_descent.curvature import CURVATURES
 from krylov_descent.distributed import SingleProcess
 from krylov_descent.krylov import KrylovBuilder
-from krylov_descent.rational import RationalBuilder
+from krylov_descent.rational import RationalBuilder, _longest
 from krylov_descent.report import StopReason
 from krylov_descent.sample_set import Microbatch
-from krylov_descent.search import best_start, climb
 from krylov_descent.sketch import Sketcher, finite_rows
 from krylov_descent.sketch_memory import sketch_bytes
+from krylov_descent.starting import best_start, climb
 from tests.least_squares import F64, Closure, dense, mlp, objective_of, pinn
 
 
@@ -244,6 +245,50 @@ def test_what_is_carried_is_bounded_however_long_a_run_fails() -> None:
     assert 0 < low.damped < 1e-11
     for trace in (0.0, math.inf, math.nan):
         assert all(math.isfinite(x) for x in vars(bounded(trace, 0.125, 1e-18, None)).values())
+
+
+def test_pieces_become_longer_only_where_the_loss_falls_as_the_flow_says() -> None:
+    def after(lengths: Sequence[float], fall: Callable[[float], float], lost: float = 0.0) -> float:
+        longest = 0.0
+        for eta in lengths:
+            longest = _longest(Carry(1.0, eta, 0.0, 1.0, lost=lost, longest=longest, fell=fall(eta)))
+        return longest
+
+    def said(eta: float) -> float:
+        return (1 - eta) ** 2
+
+    eighth = 2.0**-3
+    assert _longest(None) == eighth
+    assert after([eighth] * 2, said) < 0.25 <= after([eighth] * 3, said)  # twice as long in three steps
+    assert after([eighth] * 3 + [0.25] * 3 + [0.5] * 9, said) == 0.5  # and then no more
+    assert after([eighth] * 9, lambda eta: said(eta) ** 0.8) == eighth  # some residuals do not shrink
+    assert after([eighth / 2] * 9, said) == eighth  # a longer one would have been worse
+    assert after([eighth] * 9, said, lost=1.0) == eighth
+    assert after([eighth] * 9, lambda eta: -1.0) == eighth  # a loss of either sign says nothing
+    assert after([*[eighth] * 3, 0.25, 0.25, eighth], said) < 0.25  # back at once
+    carry = RationalBuilder._bounded(1.0, 0.157, 1e-18, Carry(1e-6, 0.25, 0.0, 1.0))
+    assert carry.length == eighth  # lengths are halvings of each other, whatever the bound
+
+
+def test_on_a_linear_fit_they_do() -> None:
+    """Nothing bends: each step follows its longest piece, and a state remembers how long that is."""
+    torch.manual_seed(0)
+    model, x = nn.Linear(30, 1).double(), torch.randn(600, 30, dtype=F64)
+    y = x @ torch.randn(30, 1, dtype=F64)
+
+    def closure() -> tuple[Tensor, Tensor]:
+        r = model(x) - y
+        return r.square().mean(), r
+
+    optimizer = KSD(model.parameters(), basis="rational")
+    reports = [optimizer.step(closure) for _ in range(14)]
+    falls = [report.search_loss_after / report.search_loss_before for report in reports]
+    assert falls[0] == pytest.approx(0.875**2, rel=0.05)
+    resumed = KSD(model.parameters(), basis="rational")
+    resumed.load_state_dict(optimizer.state_dict())
+    last = resumed.step(closure)
+    for fall in (falls[-1], last.search_loss_after / last.search_loss_before):
+        assert fall == pytest.approx(0.25, rel=0.05)
 
 
 def test_sketches_grow_where_the_flow_waits_for_rows() -> None:

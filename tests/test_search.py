@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from krylov_descent import KSD, Search, StopReason
-from krylov_descent.basis import Carry, Family, Starts, Subspace, Turn
+from krylov_descent.basis import Family, Starts, Subspace, Turn
+from krylov_descent.carry import Carry
 from krylov_descent.closure import Evaluation
 from krylov_descent.data import Microbatch
 from krylov_descent.distributed import Comm, SingleProcess

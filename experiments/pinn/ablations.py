@@ -16,6 +16,7 @@ PARTS: Mapping[str, tuple[str, str, float]] = {
     "large-rows": ("krylov_descent.row_choice", "_LARGE", math.inf),  # all rows are drawn alike
     "small-damping": ("krylov_descent.rational", "_LEAST", 1e-14),  # what a Gram matrix could resolve
     "short-pieces": ("krylov_descent.rational", "_LONGEST", 1.0),
+    "longer-pieces": ("krylov_descent.rational", "_LONGEST_FOLLOWED", 0.125),  # an eighth, whatever the loss does
 }
 
 #: Other values of such constants, in the same form.

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from krylov_descent.carry import Carry
 from krylov_descent.distributed import Comm, inner
 from krylov_descent.rows import Rows
 
@@ -46,29 +47,6 @@ class Subspace:
         """dᵀHd of a vector d [P] that the rows span."""
         c = inner(comm, len(d), lambda piece: self.V.dots(d, piece)).to("cpu", torch.float64)
         return float(c @ self.H @ c)
-
-
-@dataclass(frozen=True)
-class Carry:
-    """What a builder that adapts hands to itself at the next step: plain numbers, which a state can hold.
-
-    Attributes:
-        damping: λ of the flow.
-        length: η, of the last piece of it that was followed.
-        scale: what makes of the last step the rest of its direction, 1/η − 1; 0 if it was not along the flow.
-        damped: λ of the last damped step.
-        lost: steps in a row that took nothing.
-        waits: the share of such steps lately.
-        rows: m, if more are wanted than at first.
-    """
-
-    damping: float
-    length: float
-    scale: float
-    damped: float
-    lost: float = 0.0
-    waits: float = 0.0
-    rows: float = 0.0
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from krylov_descent.basis import Carry
+from krylov_descent.carry import Carry
 from krylov_descent.confirmation import Confirmation, Promise
 
 Factors = Mapping[str, Tensor]

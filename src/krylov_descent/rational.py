@@ -23,7 +23,8 @@ Where no piece of the flow lowers the loss, φ is what the rows of a few sketche
 and φ gathers more rows. Only if that has not helped for a while are damped steps looked at. Where many of the last
 steps had to wait like this, sketches get more rows.
 
-λ of the flow follows η: larger where only very short pieces lower the loss, smaller where long ones do.
+λ of the flow follows η: larger where only very short pieces lower the loss, smaller where long ones do. Pieces are an
+eighth at most, and up to a half where the loss has fallen along such as far as all residuals together can: by (1 − η)².
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from krylov_descent.basis import Carry, Family, Starts, Subspace, Turn, spanned_basis
+from krylov_descent.basis import Family, Starts, Subspace, Turn, spanned_basis
+from krylov_descent.carry import Carry
 from krylov_descent.data import Microbatch
 from krylov_descent.distributed import inner, together
 from krylov_descent.flow import Factored, acceleration, damped_steps, flow_direction, new_damping
@@ -47,7 +49,9 @@ from krylov_descent.sketch_memory import ROWS, refusal, sketch_bytes
 
 _FIRST, _LEAST, _MOST = 1e-6, 1e-18, 1e-5  # λ of the flow, relative to the trace of K: at first, and its bounds
 _SHORTEST = 2.0**-14
-_LONGEST = 2.0**-3  # longer pieces lower the loss faster at first, and end higher
+_LONGEST = 2.0**-3  # longer pieces lower the loss faster at first, and end higher, unless it falls as the flow says;
+_LONGEST_FOLLOWED = 0.5  # then up to this,
+_LONGER, _AS_SAID = 1.26, 0.85  # twice as long in three steps; how much of the logarithm of the fall is as it says
 _LONGEST_WHOLE, _LEAST_WHOLE = 2.0, 1e-14  # where all rows are known: long pieces, which too little damping spoils
 _LENGTHS = 5  # halvings and doublings of the last length that are looked at, at most
 _WAIT = 8  # steps in a row that gather rows, at most
@@ -124,9 +128,10 @@ class RationalBuilder:
         drawn = self._sketcher.draw(objective, batches, (turn.seed, turn.iteration))
         sketch = finite_rows(drawn, comm)
         factored = Factored(sketch.J, comm)
-        longest, least = (_LONGEST_WHOLE, _LEAST_WHOLE) if sketch.whole else (_LONGEST, _LEAST)
+        longest, least = (_LONGEST_WHOLE, _LEAST_WHOLE) if sketch.whole else (_longest(turn.carry), _LEAST)
         carry = self._bounded(factored.trace, longest, max(least, torch.finfo(g.dtype).eps ** 2), turn.carry)
         carry, note = (carry, "") if sketch.whole else _asked(carry, self._sketcher.rows, most)
+        carry = replace(carry, longest=longest)
         note = drawn.note or note
         phi, alpha = self._flow(objective, sketch, factored, d_prev, carry)
         patient = carry.lost + 1 < _WAIT
@@ -213,7 +218,8 @@ class RationalBuilder:
             return Carry(_FIRST * trace, min(0.5, longest), 0.0, _FIRST_DAMPED * trace, 0)
         damping = min(max(carry.damping, least * trace), _MOST * trace)
         damped = min(max(carry.damped, _LEAST_DAMPED * trace), _MOST_DAMPED * trace)
-        return replace(carry, damping=damping, damped=damped, length=min(carry.length, longest))
+        halvings = max(0, math.ceil(math.log2(carry.length / longest)))  # lengths stay halvings of each other
+        return replace(carry, damping=damping, damped=damped, length=carry.length / 2.0**halvings)
 
     def _most_rows(self, objective: Objective) -> int:
         """How many a sketch may come to have: in the budget, and no more than there are parameters to tell apart."""
@@ -251,6 +257,18 @@ class RationalBuilder:
     def __getstate__(self) -> dict[str, Any]:
         # A copy of an optimizer needs no copy of its workspace, and is of other parameters.
         return {**self.__dict__, "_V": None, "_sketcher": Sketcher(self._options.rows)}
+
+
+def _longest(carry: Carry | None) -> float:
+    """Of the pieces that may be followed now: more where the longest was followed and all residuals shrank alike."""
+    if carry is None:
+        return _LONGEST
+    longest = max(carry.longest, _LONGEST)
+    whole = not carry.lost and 2 * carry.length > longest  # lengths are halvings
+    said = (1 - min(carry.length, _LONGEST_FOLLOWED)) ** 2
+    if whole and 0 < carry.fell <= said**_AS_SAID:
+        return max(_LONGEST, min(_LONGER * longest, _LONGEST_FOLLOWED))
+    return max(_LONGEST, longest / 2)
 
 
 def _asked(carry: Carry, rows: int, most: int) -> tuple[Carry, str]:

@@ -7,18 +7,19 @@ V̄ is never formed: C⁻ᵀ is applied to a. Everything of size m is float64 on
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
-from krylov_descent.basis import Carry, Family, Starts, Subspace
+from krylov_descent.basis import Subspace
 from krylov_descent.bfgs import bfgs_on_lines
+from krylov_descent.carry import Carry
 from krylov_descent.distributed import Comm, inner
 from krylov_descent.report import StopReason
 from krylov_descent.rows import Rows
+from krylov_descent.starting import best_start
 
 
 @dataclass(frozen=True)
@@ -195,35 +196,6 @@ class _Subspace:
 
     def gradient(self) -> Tensor:
         return self.project(self._walk.gradient())
-
-
-def best_start(starts: Starts, value: Callable[[Tensor], float], before: float) -> tuple[Tensor, Carry, float] | None:
-    """The best point of the first family that has one below ``before``, what is carried from it, and the loss there."""
-    for family in starts.families:
-        i, lowest = climb(family, value)
-        if lowest < before:
-            return family.points[i], family.then[i], lowest
-    return None
-
-
-def climb(family: Family, value: Callable[[Tensor], float]) -> tuple[int, float]:
-    """From the point to look at first as far as the loss falls: towards zero, or else away from it."""
-    seen: dict[int, float] = {}
-
-    def at(i: int) -> float:
-        if not 0 <= i < len(family.points):
-            return math.inf
-        if i not in seen:
-            v = value(family.points[i])
-            seen[i] = v if math.isfinite(v) else math.inf
-        return seen[i]
-
-    i = family.first
-    while i + 1 < len(family.points) and (at(i + 1) < at(i) or math.isinf(at(i))):  # a long step may overflow
-        i += 1
-    while i <= family.first and at(i - 1) < at(i):
-        i -= 1
-    return i, at(i)
 
 
 def search_subspace(

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from krylov_descent.basis import EARLIER, Carry
+from krylov_descent.basis import EARLIER
+from krylov_descent.carry import Carry
 from krylov_descent.confirmation import Confirmation, Promise
 from krylov_descent.distributed import Comm, part_length
 from krylov_descent.distributed.sharded import is_sharded
