@@ -18,12 +18,14 @@ from krylov_descent.carry import Carry
 from krylov_descent.curvature import CURVATURES
 from krylov_descent.distributed import SingleProcess
 from krylov_descent.krylov import KrylovBuilder
+from krylov_descent.memory import Memory
 from krylov_descent.rational import RationalBuilder, _longest
 from krylov_descent.report import StopReason
 from krylov_descent.sample_set import Microbatch
 from krylov_descent.sketch import Sketcher, finite_rows
 from krylov_descent.sketch_memory import sketch_bytes
 from krylov_descent.starting import best_start, climb
+from krylov_descent.state import memory_of, memory_parts
 from tests.least_squares import F64, Closure, dense, mlp, objective_of, pinn
 
 
@@ -248,22 +250,22 @@ def test_what_is_carried_is_bounded_however_long_a_run_fails() -> None:
 
 
 def test_pieces_become_longer_only_where_the_loss_falls_as_the_flow_says() -> None:
-    def after(lengths: Sequence[float], fall: Callable[[float], float], lost: float = 0.0) -> float:
+    def after(lengths: Sequence[float], fall: Callable[[float], float], lost: float = 0.0, kept: bool = True) -> float:
         longest = 0.0
         for eta in lengths:
-            longest = _longest(Carry(1.0, eta, 0.0, 1.0, lost=lost, longest=longest, fell=fall(eta)))
+            longest = _longest(Carry(1.0, eta, 0.0, 1.0, lost=lost, longest=longest, fell=fall(eta)), kept=kept)
         return longest
 
     def said(eta: float) -> float:
         return (1 - eta) ** 2
 
     eighth = 2.0**-3
-    assert _longest(None) == eighth
+    assert _longest(None, kept=True) == eighth
     assert after([eighth] * 2, said) < 0.25 <= after([eighth] * 3, said)  # twice as long in three steps
     assert after([eighth] * 3 + [0.25] * 3 + [0.5] * 9, said) == 0.5  # and then no more
     assert after([eighth] * 9, lambda eta: said(eta) ** 0.8) == eighth  # some residuals do not shrink
     assert after([eighth / 2] * 9, said) == eighth  # a longer one would have been worse
-    assert after([eighth] * 9, said, lost=1.0) == eighth
+    assert after([eighth] * 9, said, lost=1.0) == after([eighth] * 9, said, kept=False) == eighth
     assert after([eighth] * 9, lambda eta: -1.0) == eighth  # a loss of either sign says nothing
     assert after([*[eighth] * 3, 0.25, 0.25, eighth], said) < 0.25  # back at once
     carry = RationalBuilder._bounded(1.0, 0.157, 1e-18, Carry(1e-6, 0.25, 0.0, 1.0))
@@ -289,6 +291,32 @@ def test_on_a_linear_fit_they_do() -> None:
     last = resumed.step(closure)
     for fall in (falls[-1], last.search_loss_after / last.search_loss_before):
         assert fall == pytest.approx(0.25, rel=0.05)
+
+
+def test_what_a_whole_sketch_may_is_not_carried_to_others() -> None:
+    """Batches of 6 rows, which are all of them, in turn with such of 500."""
+    torch.manual_seed(0)
+    model, x = mlp(3, 8, 1), torch.randn(500, 3, dtype=F64)
+    y = (3 * x).sin().sum(1, keepdim=True)
+    optimizer = KSD(model.parameters(), basis=Rational(rows=20))
+    for i in range(12):
+        few = slice(0, 6 if i % 2 == 0 else 500)
+
+        def closure(few: slice = few) -> tuple[Tensor, Tensor]:
+            r = model(x[few]) - y[few]
+            return r.square().mean(), r
+
+        optimizer.step(closure)
+        carried = next(iter(optimizer.state.values()))
+        assert carried["longest"] == 0 if few.stop == 6 else 0.125 <= carried["longest"] <= 0.5
+
+
+def test_a_state_of_before_pieces_became_longer() -> None:
+    vectors, numbers = memory_parts(Memory(3, 0, carry=Carry(1.0, 0.125, 0.0, 1.0, waits=0.1, longest=0.25, fell=0.7)))
+    older = {key: value for key, value in numbers.items() if key not in ("longest", "fell")}
+    assert memory_of(vectors, older).carry == Carry(1.0, 0.125, 0.0, 1.0, waits=0.1)
+    with pytest.raises(ValueError, match="not those of a KSD"):
+        memory_of(vectors, {key: value for key, value in numbers.items() if key != "waits"})
 
 
 def test_sketches_grow_where_the_flow_waits_for_rows() -> None:
@@ -335,7 +363,7 @@ def test_rows_that_are_not_finite_are_left_out() -> None:
 def test_memory_that_does_not_fit_is_refused_with_the_remedy() -> None:
     model, closure = pinn()
     n = sum(p.numel() for p in model.parameters())
-    with pytest.raises(ValueError, match=rf"takes {sketch_bytes(400, n, F64):,} bytes.*Use basis='krylov'"):
+    with pytest.raises(ValueError, match=rf"takes {int(6.25 * 400 * n * 8):,} bytes.*Use basis='krylov'"):
         KSD(model.parameters(), basis="rational", memory_budget=1000).step(closure)
 
 

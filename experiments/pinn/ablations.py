@@ -8,20 +8,20 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-#: Part → the constant that has it, and the value that takes it away. They are no settings: users need none of them.
+#: Part → the constants that have it, and the value that takes it away. They are no settings: users need none of them.
 PARTS: Mapping[str, tuple[str, str, float]] = {
     "bend": ("krylov_descent.flow", "_BEND", 0.0),  # no acceleration is believed
     "gathering": ("krylov_descent.rational", "_WAIT", 1),  # damped steps at once
     "growth": ("krylov_descent.rational", "_OFTEN", 1.0),  # sketches keep their rows
     "large-rows": ("krylov_descent.row_choice", "_LARGE", math.inf),  # all rows are drawn alike
     "small-damping": ("krylov_descent.rational", "_LEAST", 1e-14),  # what a Gram matrix could resolve
-    "short-pieces": ("krylov_descent.rational", "_LONGEST", 1.0),
-    "longer-pieces": ("krylov_descent.rational", "_LONGEST_FOLLOWED", 0.125),  # an eighth, whatever the loss does
+    "short-pieces": ("krylov_descent.rational", "_LONGEST _LONGEST_EVER", 1.0),
+    "longer-pieces": ("krylov_descent.rational", "_LONGEST_EVER", 0.125),  # an eighth, whatever the loss does
 }
 
 #: Other values of such constants, in the same form.
 VALUES: Mapping[str, tuple[str, str, float]] = {
-    f"pieces-to-{longest}": ("krylov_descent.rational", "_LONGEST", longest) for longest in (0.25, 0.5)
+    f"pieces-to-{longest}": ("krylov_descent.rational", "_LONGEST _LONGEST_EVER", longest) for longest in (0.25, 0.5)
 }
 
 #: Label → what of a run is not as usual, fields of ``RunConfig``; the last two labels are those that ``run`` gives.
@@ -44,11 +44,13 @@ def without(part: str) -> Iterator[None]:
     """
     if part not in PARTS and part not in VALUES:
         raise ValueError(f"The rational basis has no part {part!r} to be taken away; it has {', '.join(PARTS)}.")
-    name, constant, value = {**PARTS, **VALUES}[part]
+    name, constants, value = {**PARTS, **VALUES}[part]
     module = importlib.import_module(name)
-    usual = getattr(module, constant)
-    setattr(module, constant, value)
+    usual = {constant: getattr(module, constant) for constant in constants.split()}
     try:
+        for constant in usual:
+            setattr(module, constant, value)
         yield
     finally:
-        setattr(module, constant, usual)
+        for constant, before in usual.items():
+            setattr(module, constant, before)

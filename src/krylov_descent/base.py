@@ -72,7 +72,8 @@ class ClosureOptimizer(Optimizer):
             max_steps: end after so many steps.
             seconds: end after the step that passes this time.
             gtol: end when the gradient's norm is at most this.
-            patience: end after so many steps in a row without a better loss on A, or a better ``monitor``.
+            patience: end after so many steps in a row without a better loss on A, or a better ``monitor``; steps that
+                only gather rows (``StopReason.GATHERING``) do not count.
             monitor: called after each step; what is best is then the lowest value that it returned (a held-out loss).
             progress: show a progress bar on standard error (needs tqdm).
 

@@ -135,7 +135,8 @@ class Need:
 def at_hand(device: torch.device) -> int | None:
     """Bytes of memory that are free, as far as the system tells."""
     if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
+        idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # what torch keeps for later
+        return int(torch.cuda.mem_get_info(device)[0]) + idle
     if device.type == "cpu":
         try:
             lines = Path("/proc/meminfo").read_text().splitlines()

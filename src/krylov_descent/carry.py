@@ -17,8 +17,8 @@ class Carry:
         lost: steps in a row that took nothing.
         waits: the share of such steps lately.
         rows: m, if more are wanted than at first.
-        longest: of the pieces that may be followed, if longer ones than usual.
-        fell: the loss after the last step, of that before it.
+        longest: of the pieces that might be followed in the last step; 0 for what is usual.
+        fell: the loss on C at the last candidate that was taken, of that before.
     """
 
     damping: float

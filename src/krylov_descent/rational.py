@@ -25,6 +25,7 @@ steps had to wait like this, sketches get more rows.
 
 λ of the flow follows η: larger where only very short pieces lower the loss, smaller where long ones do. Pieces are an
 eighth at most, and up to a half where the loss has fallen along such as far as all residuals together can: by (1 − η)².
+A sketch of all rows, whose direction needs no others, may be followed further.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ from krylov_descent.sketch_memory import ROWS, refusal, sketch_bytes
 _FIRST, _LEAST, _MOST = 1e-6, 1e-18, 1e-5  # λ of the flow, relative to the trace of K: at first, and its bounds
 _SHORTEST = 2.0**-14
 _LONGEST = 2.0**-3  # longer pieces lower the loss faster at first, and end higher, unless it falls as the flow says;
-_LONGEST_FOLLOWED = 0.5  # then up to this,
+_LONGEST_EVER = 0.5  # then up to this,
 _LONGER, _AS_SAID = 1.26, 0.85  # twice as long in three steps; how much of the logarithm of the fall is as it says
 _LONGEST_WHOLE, _LEAST_WHOLE = 2.0, 1e-14  # where all rows are known: long pieces, which too little damping spoils
 _LENGTHS = 5  # halvings and doublings of the last length that are looked at, at most
@@ -128,10 +129,11 @@ class RationalBuilder:
         drawn = self._sketcher.draw(objective, batches, (turn.seed, turn.iteration))
         sketch = finite_rows(drawn, comm)
         factored = Factored(sketch.J, comm)
-        longest, least = (_LONGEST_WHOLE, _LEAST_WHOLE) if sketch.whole else (_longest(turn.carry), _LEAST)
+        usual = _longest(turn.carry, kept=d_prev is not None)
+        longest, least = (_LONGEST_WHOLE, _LEAST_WHOLE) if sketch.whole else (usual, _LEAST)
         carry = self._bounded(factored.trace, longest, max(least, torch.finfo(g.dtype).eps ** 2), turn.carry)
         carry, note = (carry, "") if sketch.whole else _asked(carry, self._sketcher.rows, most)
-        carry = replace(carry, longest=longest)
+        carry = replace(carry, longest=0.0 if sketch.whole else longest)
         note = drawn.note or note
         phi, alpha = self._flow(objective, sketch, factored, d_prev, carry)
         patient = carry.lost + 1 < _WAIT
@@ -245,10 +247,13 @@ class RationalBuilder:
         require_plain(objective.comm, parameters.numel)
 
         def check() -> None:
-            if said := refusal(rows, parameters.numel, parameters.dtype, parameters.device, self._budget):
+            ranks = objective.comm.ranks
+            if said := refusal(rows, parameters.numel, parameters.dtype, parameters.device, self._budget, ranks):
                 raise ValueError(said)
 
-        if self._V is None:  # later, what is at hand lacks what the last sketch took
+        if self._budget is not None:
+            check()  # the same on all ranks
+        elif self._V is None:  # later, what is at hand lacks what the last sketch took
             together(objective.comm, check)
 
     def announce(self, objective: Objective, batches: Sequence[Microbatch]) -> None:
@@ -259,15 +264,18 @@ class RationalBuilder:
         return {**self.__dict__, "_V": None, "_sketcher": Sketcher(self._options.rows)}
 
 
-def _longest(carry: Carry | None) -> float:
-    """Of the pieces that may be followed now: more where the longest was followed and all residuals shrank alike."""
+def _longest(carry: Carry | None, *, kept: bool) -> float:
+    """Of the pieces that may be followed now: more where the longest was followed and all residuals shrank alike.
+
+    Not after a step that was undone, or not taken: ``kept`` is False then.
+    """
     if carry is None:
         return _LONGEST
     longest = max(carry.longest, _LONGEST)
-    whole = not carry.lost and 2 * carry.length > longest  # lengths are halvings
-    said = (1 - min(carry.length, _LONGEST_FOLLOWED)) ** 2
-    if whole and 0 < carry.fell <= said**_AS_SAID:
-        return max(_LONGEST, min(_LONGER * longest, _LONGEST_FOLLOWED))
+    followed_longest = kept and not carry.lost and 2 * carry.length > longest  # lengths are halvings
+    said = (1 - min(carry.length, _LONGEST_EVER)) ** 2
+    if followed_longest and 0 < carry.fell <= said**_AS_SAID:
+        return max(_LONGEST, min(_LONGER * longest, _LONGEST_EVER))
     return max(_LONGEST, longest / 2)
 
 

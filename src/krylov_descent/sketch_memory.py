@@ -1,4 +1,4 @@
-"""What a sketch of the rational basis takes, and whether it is to be had: arithmetic and words, no tensors."""
+"""What a sketch of the rational basis takes, and whether it is to be had: arithmetic and words."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ def sketch_bytes(rows: int, numel: int, dtype: torch.dtype) -> int:
     return int(_COPIES * rows * numel * dtype.itemsize)
 
 
-def refusal(rows: int, numel: int, dtype: torch.dtype, device: torch.device, budget: int | None) -> str | None:
-    """What to say if a sketch fits neither the budget nor, without one, the memory at hand."""
-    limit, of = budget, "" if budget is None else f"memory_budget={budget:,}"
-    if budget is None and (free := at_hand(device)) is not None:
-        limit, of = share(free), f"what may be taken of the {free:,} at hand"
-    taken = sketch_bytes(rows, numel, dtype)
-    if limit is None or taken <= limit:
+def refusal(
+    rows: int, numel: int, dtype: torch.dtype, device: torch.device, budget: int | None, ranks: int
+) -> str | None:
+    """What to say if a sketch fits neither the budget nor, without one, the memory at hand on all ranks."""
+    taken, remedy = sketch_bytes(rows, numel, dtype), "Use basis='krylov', Rational(rows=...) with fewer rows, or"
+    said = f"The sketch of basis='rational' takes {taken:,} bytes ({rows} rows of {numel:,} parameters)"
+    if budget is not None:
+        return f"{said}, more than memory_budget={budget:,}. {remedy} a larger one." if taken > budget else None
+    free = at_hand(device)
+    if free is None or taken <= ranks * share(free):
         return None
-    return (
-        f"The sketch of basis='rational' takes {taken:,} bytes ({rows} rows of {numel:,} parameters), more than {of}. "
-        "Use basis='krylov', Rational(rows=...) with fewer rows, or more memory."
-    )
+    return f"{said}, more than what may be taken of the {free:,} at hand. {remedy} memory_budget={taken} to take it all the same."
 
 
 def against_rational(numel: int, dtype: torch.dtype, room: int | None) -> str | None:

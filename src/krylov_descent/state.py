@@ -27,6 +27,7 @@ _EARLIER = tuple(f"earlier_{i}" for i in range(1, EARLIER + 1))
 _VECTORS = ("d_prev", "accepted", *_EARLIER)
 _NUMBERS = ("iteration", "seed", "accepted_loss", "search_growth", "growths")
 _CARRIED = tuple(field.name for field in fields(Carry))
+_LATER = {"growths", "longest", "fell"}  # numbers that older states do not have
 _JUDGED = tuple(field.name for field in fields(Confirmation))
 _PROMISED = tuple(field.name for field in fields(Promise))
 _FACTORS = "factors"
@@ -108,7 +109,8 @@ def memory_of(vectors: Mapping[str, Tensor | None], numbers: Mapping[str, int | 
         ValueError: numbers are missing, or there are others.
     """
     groups = [set(group) for group in (_CARRIED, _JUDGED, _PROMISED) if group[0] in numbers]
-    if set(numbers) | {"growths"} != {*_NUMBERS}.union(*groups):
+    known = {*_NUMBERS}.union(*groups)
+    if not known - _LATER <= set(numbers) <= known:
         raise ValueError(f"The numbers of its state are {sorted(numbers)}, not those of a KSD.")
     return Memory(
         iteration=int(numbers["iteration"]),
@@ -118,7 +120,9 @@ def memory_of(vectors: Mapping[str, Tensor | None], numbers: Mapping[str, int | 
         accepted_loss=float(numbers["accepted_loss"]),
         search_growth=int(numbers["search_growth"]),
         growths=int(numbers.get("growths", numbers["search_growth"])),  # older states have one number for both
-        carry=Carry(**{key: float(numbers[key]) for key in _CARRIED}) if _CARRIED[0] in numbers else None,
+        carry=Carry(**{key: float(numbers[key]) for key in _CARRIED if key in numbers})
+        if _CARRIED[0] in numbers
+        else None,
         confirmation=Confirmation(**{key: float(numbers[key]) for key in _JUDGED}) if _JUDGED[0] in numbers else None,
         promise=Promise(**{key: float(numbers[key]) for key in _PROMISED}) if _PROMISED[0] in numbers else None,
         earlier=tuple(x for key in _EARLIER if (x := vectors.get(key)) is not None),

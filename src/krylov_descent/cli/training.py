@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 from krylov_descent.checking.finding import counted
@@ -14,6 +15,8 @@ from krylov_descent.cli.target import UsageError, load
 from krylov_descent.optimizer import KSD
 from krylov_descent.run import EndReason, Run
 from krylov_descent.writers import JSONLWriter
+
+_KEPT = ("krylov_dim", "basis", "curvature", "weight_decay")  # what makes a run that goes on the same run
 
 
 def train_target(command: Train) -> int:
@@ -98,7 +101,12 @@ def _say_interrupted(command: Train, checkpoints: Checkpoints, path: Path) -> No
         say("Interrupted before the first step was done: there is no checkpoint.")
         return
     say(f"Interrupted. {path} has the run as it was after {counted(checkpoints.saved, 'step')}. To go on:")
-    say(f"  krylov-descent train {command.target} --out {command.out} --resume")
+    changed = [
+        f" --{field.name.replace('_', '-')} {value}"
+        for field in fields(command)
+        if field.name in _KEPT and (value := getattr(command, field.name)) != field.default
+    ]
+    say(f"  krylov-descent train {command.target} --out {command.out}{''.join(changed)} --resume")
 
 
 def _complain_of(error: Exception, command: Train) -> None:

@@ -137,7 +137,7 @@ class CurvatureProduct:
     def _keep(self, batch: Microbatch, memory_budget: int | None) -> None:
         """Build a micro-batch's graph and keep it, if it fits."""
         try:
-            with self._measured(enabled=memory_budget is not None) as size:
+            with self._measured(enabled=memory_budget is not None and self.measured) as size:
                 built = self._build(batch)
         except RuntimeError as error:
             if "saved tensor hooks" not in str(error):
