@@ -34,7 +34,8 @@ def refusal(
     free = at_hand(device)
     if free is None or taken <= ranks * share(free):
         return None
-    return f"{said}, more than what may be taken of the {free:,} at hand. {remedy} memory_budget={taken} to take it all the same."
+    remedy = f"{remedy} memory_budget={taken} to take it all the same."
+    return f"{said}, more than what may be taken of the {free:,} at hand. {remedy}"
 
 
 def against_rational(numel: int, dtype: torch.dtype, room: int | None) -> str | None:
