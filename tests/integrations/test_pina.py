@@ -33,7 +33,7 @@ from pina.problem import InverseProblem, SpatialProblem
 from pina.solver import GradientPhysicsInformedSingleModelSolver, RBAPhysicsInformedSingleModelSolver
 from pina.weighting import ScalarWeighting, SelfAdaptiveWeighting
 
-from krylov_descent import KSD, StepReport, rational
+from krylov_descent import KSD, StepReport, sketch_memory
 from krylov_descent.integrations.pina import KSDPINN, KSDSolver, KSDSupervisedSolver
 from krylov_descent.rational import RationalBuilder
 
@@ -185,7 +185,7 @@ def test_the_basis_that_is_taken(monkeypatch: pytest.MonkeyPatch, caplog: pytest
     assert basis_of(rational_one) == "rational"
     assert basis_of(KSDPINN(poisson(), network().double(), optimizer=TorchOptimizer(KSD, krylov_dim=9))) == "krylov"
     assert basis_of(KSDPINN(poisson(), network().double(), loss=torch.nn.L1Loss())) == "krylov"
-    monkeypatch.setattr(rational, "at_hand", lambda device: 1 << 20)
+    monkeypatch.setattr(sketch_memory, "at_hand", lambda device: 1 << 20)
     assert basis_of(KSDPINN(poisson(), network().double())) == "krylov"
 
 
