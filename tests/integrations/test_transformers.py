@@ -25,6 +25,8 @@ transformers: Any = pytest.importorskip("transformers")  # its models are not ty
 
 WORDS = 11
 IGNORED = -100
+NAMES = transformers.TrainingArguments.__dataclass_fields__
+RECOMPUTED = next(name for name in ("activation_checkpointing", "gradient_checkpointing") if name in NAMES)
 SHAPE = {
     "vocab_size": WORDS,
     "hidden_size": 16,
@@ -216,7 +218,7 @@ class Masked:
         ({"gradient_accumulation_steps": 2}, {}, "gradient_accumulation_steps is 2.*micro-batches anyway"),
         ({"max_grad_norm": 0.5}, {}, r"max_grad_norm is 0\.5: KSD has no gradient to clip"),
         ({"bf16": True}, {}, "bf16 is True.*float32 model"),
-        ({"gradient_checkpointing": True}, {}, "gradient_checkpointing is True: it is off in eval mode"),
+        ({RECOMPUTED: True}, {}, f"{RECOMPUTED} is True: it is off in eval mode"),
         ({"neftune_noise_alpha": 5.0}, {}, "without noise"),
         ({"auto_find_batch_size": True}, {}, "set per_device_train_batch_size"),
         ({}, {"data_collator": Masked()}, "masks tokens at random.*Mask once"),

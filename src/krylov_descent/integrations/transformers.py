@@ -269,12 +269,13 @@ def _require(trainer: Trainer) -> None:
     """
     args = trainer.args
     accumulated, clipped = args.gradient_accumulation_steps != 1, args.max_grad_norm not in (0, 1)  # 1 is the default
+    recomputed = "activation_checkpointing" if hasattr(args, "activation_checkpointing") else "gradient_checkpointing"
     refused = {
         "gradient_accumulation_steps": (accumulated, "a step sums over its micro-batches anyway; leave it out."),
         "max_grad_norm": (clipped, "KSD has no gradient to clip, and finds the length of a step itself; leave it out."),
         "fp16": (args.fp16, _PRECISION),
         "bf16": (args.bf16, _PRECISION),
-        "gradient_checkpointing": (args.gradient_checkpointing, "it is off in eval mode; use smaller micro-batches."),
+        recomputed: (getattr(args, recomputed), "it is off in eval mode; use smaller micro-batches."),
         "neftune_noise_alpha": (args.neftune_noise_alpha is not None, "KSD needs a loss without noise; leave it out."),
         "torch_compile": (args.torch_compile, "compiled models cannot be differentiated twice; leave it out."),
         "auto_find_batch_size": (args.auto_find_batch_size, "set per_device_train_batch_size."),
