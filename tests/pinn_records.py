@@ -22,6 +22,7 @@ def write(
     settings: dict[str, Any] | None = None,
     fields: float | None = None,
     loss: float | None = None,
+    third: float = 8.0,
 ) -> Path:
     """A record of a run that nobody ran: its error falls by the same factor at each point."""
     label = label or f"{method}-{seconds:g}s"
@@ -32,7 +33,7 @@ def write(
     loss = error**2 if loss is None else loss
     points = [
         {"seconds": t, "steps": i, "loss": loss**share, "held_out": 3 * loss**share, "error": error**share}
-        for i, t in enumerate((0.0, 1.0, 8.0, seconds))
+        for i, t in enumerate((0.0, 1.0, third, seconds))
         for share in [i / 3]
     ]
     lines = [

@@ -10,7 +10,7 @@ from experiments.__main__ import main
 from experiments.pages import put
 from experiments.pinn.figures import figures, medians
 from experiments.pinn.problems import PROBLEMS
-from experiments.pinn.records import read_groups
+from experiments.pinn.records import read_groups, read_run
 from experiments.pinn.rivals import METHODS
 from experiments.pinn.style import NAMES, looks
 from experiments.pinn.table import short, table
@@ -88,6 +88,42 @@ def test_ratios_are_of_seeds_that_both_have(tmp_path: Path) -> None:
     ratios = dict(zip(found["problem"], found["ratio to KSD, rational"], strict=True))
     assert (ratios["LM"], ratios["SOAP"], ratios["NNCG"]) == ("10", "1e+04", "–")
     assert "after 30 s" not in text
+
+
+def test_longer_runs_stand_in_for_shorter_ones(tmp_path: Path) -> None:
+    """Points are at 0, 1, 60.5 and 300 s, errors e^(2/3) at the third."""
+    for method in ("ksd-rational", "lm", "soap"):
+        write(tmp_path, "wave", method, 1e-2)
+        write(tmp_path, "burgers", method, 1e-3, seconds=300.0, third=60.5, fields=1e-3)
+    write(tmp_path, "burgers", "nncg", 1e-3, seconds=300.0, third=60.5)  # has no runs of a minute
+    write(tmp_path, "wave", "lm", 1e-9, seconds=300.0, third=60.5)  # has one on this problem
+    write(tmp_path, "burgers", "lm", 1e-6, seed=1, seconds=300.0, third=60.5)
+    write(tmp_path, "wave", "lm", 1e-2, seconds=1.0, third=0.5)  # no run is evaluated on purpose at a second
+    second, minute, longest = read_groups(tmp_path, PROBLEMS, list(NAMES))
+    assert set(second.runs) == {"wave"}
+    assert list(minute.columns) == ["ksd-rational", "lm", "soap"]
+    assert [run.final.error for run in minute.runs["wave"]["lm"]] == [1e-2]
+    runs = minute.runs["burgers"]
+    assert "soap" not in runs  # its learning rate goes by the budget
+    (ours,) = runs["ksd-rational"]
+    assert (ours.label, ours.seconds, ours.end, ours.spent) == ("ksd-rational-60s", 60, "budget", 60.5)
+    assert ours.final == ours.points[-1]
+    assert ours.final.error == pytest.approx(1e-2)
+    assert not ours.fields.exists()  # those are of the end
+    assert [run.final.error for run in runs["lm"]] == pytest.approx([1e-2, 1e-4])
+    assert [run.final.error for run in longest.runs["burgers"]["lm"]] == [1e-3, 1e-6]
+
+
+def test_what_a_run_was_before_is_known_near_its_points_alone(tmp_path: Path) -> None:
+    run = read_run(write(tmp_path, "wave", "lm", 1e-3, end="stopped"))  # points at 0, 1, 8 and 60 s, spent 61.5 s
+    assert run.until(7.0) is None
+    assert run.until(60.5) is None
+    before = run.until(7.8)
+    assert before is not None
+    assert (before.end, before.final.seconds) == ("budget", 8.0)
+    whole = run.until(70.0)
+    assert whole is not None
+    assert (whole.end, whole.final, whole.label) == ("stopped", run.final, "lm-70s")
 
 
 def test_ratios_over_time_are_those_of_the_points_until_then(tmp_path: Path) -> None:

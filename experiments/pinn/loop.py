@@ -24,12 +24,10 @@ from experiments.files import encoded, machine, require_same
 from experiments.pinn.fits import FITS
 from experiments.pinn.problems import PROBLEMS, Problem
 from experiments.pinn.problems import problem as make_problem
-from experiments.pinn.records import Point, path_of
+from experiments.pinn.records import MARKS, Point, path_of
 from experiments.pinn.rivals import METHODS
 from experiments.pinn.unseen import UNSEEN
 
-#: Evaluated at these seconds too, so that runs of longer budgets can be read there.
-MARKS = (60.0, 300.0, 900.0)
 _FIRST, _RATIO = 1.0, 1.3
 
 #: Points of a picture along each axis, at most: two fields of float32 then stay below 100 kB.

@@ -20,6 +20,15 @@ from typing import Any, Literal
 from experiments.pinn.style import BASE
 
 FOLDER = "pinn"
+
+#: Methods whose steps go by the budget: what they had on the way to a longer one is not what a shorter one ends with.
+_SCHEDULED = ("soap",)
+
+#: Runs are evaluated at these seconds too, so that those of longer budgets can be read there.
+MARKS = (60.0, 300.0, 900.0)
+
+#: A point so much later than it was due, in parts of that time, is taken as if it were in time: a step may be long.
+BEYOND = 1.05
 Quantity = Literal["loss", "held_out", "error"]
 
 
@@ -78,6 +87,22 @@ class Run:
     def fields(self) -> Path:
         """Where the solution is, if it was kept."""
         return self.path.with_suffix(".npz")
+
+    def until(self, seconds: float) -> Run | None:
+        """What it would have been with a shorter budget; None if that is not known."""
+        if self.method in _SCHEDULED:
+            return None
+        label = f"{self.column}-{seconds:g}s"
+        # Where that run would be; how the solution looked then was not kept.
+        path = self.path.with_name(f"{label}-seed{self.seed}.jsonl")
+        shorter = dataclasses.replace(self, label=label, seconds=seconds, path=path)
+        if self.spent <= seconds:
+            return shorter
+        count = 1 + sum(point.seconds < seconds for point in self.points)
+        if count > len(self.points) or self.points[count - 1].seconds > BEYOND * seconds:
+            return None
+        *_, final = points = self.points[:count]
+        return dataclasses.replace(shorter, points=points, end="budget", final=final, spent=final.seconds)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,6 +169,8 @@ def read_groups(
 ) -> list[Group]:
     """All runs of a folder, by network and budget; smaller budgets first.
 
+    Where a method has runs of a budget, but not of all problems and seeds, longer runs of it stand in for those.
+
     Args:
         results: the folder that holds ``pinn``.
         problems: their order; others follow.
@@ -167,8 +194,23 @@ def read_groups(
             f"`python -m experiments pinn study --results {results}`."
         )
     order = columns or methods
+    _fill(found)
     by_budget = sorted(found, key=lambda key: (key[1], key[0]))
     return [_group(*key, found[key], problems, order) for key in by_budget]
+
+
+def _fill(found: Mapping[tuple[str, float], dict[str, dict[str, list[Run]]]]) -> None:
+    """Add what longer runs were at the budgets of shorter ones, where these are missing."""
+    for network, seconds in (key for key in found if key[1] in MARKS):
+        here = found[network, seconds]
+        known = [run for by in here.values() for runs in by.values() for run in runs]
+        methods = {run.method for run in known if run.column == run.method}
+        longer = sorted(key for key in found if key[0] == network and key[1] > seconds)
+        for run in [run for key in longer for by in found[key].values() for runs in by.values() for run in runs]:
+            alike = here.get(run.problem, {}).get(run.column, [])
+            missing = run.column in methods and all(other.seed != run.seed for other in alike)
+            if missing and (shorter := run.until(seconds)) is not None:
+                here.setdefault(run.problem, {}).setdefault(run.column, []).append(shorter)
 
 
 def geometric_mean(values: Iterable[float]) -> float:

@@ -16,7 +16,7 @@ from experiments.markdown import bold, section
 from experiments.pinn.ablations import CHANGES
 from experiments.pinn.fits import FITS, IMAGES, decibels
 from experiments.pinn.problems import PROBLEMS
-from experiments.pinn.records import Group, Run, compared, geometric_mean, middle, only, read_groups
+from experiments.pinn.records import BEYOND, Group, Run, compared, geometric_mean, middle, only, read_groups
 from experiments.pinn.style import BASE, NAMES
 from experiments.pinn.unseen import UNSEEN
 
@@ -207,8 +207,8 @@ def _course(group: Group, on: str) -> list[str]:
 
 
 def _until(run: Run, seconds: float) -> Run:
-    """As if it had ended then: with its last finite point that is no later than a hundredth after."""
-    points = [point for point in run.points if point.finite and point.seconds <= 1.01 * seconds]
+    """As if it had ended then: with its last finite point that is not much later."""
+    points = [point for point in run.points if point.finite and point.seconds <= BEYOND * seconds]
     return dataclasses.replace(run, final=points[-1]) if points and seconds < run.seconds else run
 
 
@@ -251,7 +251,8 @@ def _setup(group: Group, where: str) -> str:
     note = (
         "CPU seconds of one thread; a run ends with the first step at or beyond its budget. Steps are those of the "
         "loop: methods whose own are cheap do several in one. Stopped: the method could make no progress any more. "
-        "Settings that are not listed are the method's own."
+        "Settings that are not listed are the method's own. Where a longer run of a method stands in for one of this "
+        "budget, it is read at the first point at or beyond it."
     )
     return section(f"What was run {where}", head, rows, note)
 
