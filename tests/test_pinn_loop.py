@@ -61,6 +61,7 @@ def small_problem(clock: Clock | None = None) -> Problem:
         held_out=clock.counted(lambda: 2 * weight() ** 2),
         resample=lambda _: None,
         grid=Grid(("x", "t"), (axis, axis), exact, lambda: exact + 1e-9 * weight()),
+        part=lambda count, generator: closure,
     )
 
 

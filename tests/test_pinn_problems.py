@@ -133,6 +133,21 @@ def test_resampling_is_deterministic_and_changes_all_training_points(name: str) 
     assert all(torch.equal(a, b) for a, b in zip(z, made.closure()[1], strict=True))
 
 
+@pytest.mark.parametrize("name", ["wave", "image64"])
+def test_a_part_is_of_points_of_all_terms_drawn_anew(name: str) -> None:
+    made = problem(name, seed=0)
+    generator = torch.Generator().manual_seed(0)
+    first, second = (made.part(300, generator)()[1] for _ in range(2))
+    whole = made.closure()[1]
+    sizes = [len(z) for z in first]
+    assert len(set(sizes)) == len(sizes) == len(whole)
+    assert 270 <= sum(sizes) <= 450
+    for z, other, every in zip(first, second, whole, strict=True):
+        distances = torch.cdist(z.detach().reshape(len(z), -1), every.detach().reshape(len(every), -1))
+        assert float(distances.min(1).values.max()) < 1e-9
+        assert not torch.equal(z, other)
+
+
 def test_held_out_points_are_not_training_points() -> None:
     made = problem("poisson2d", seed=0, points=40)
     seen: list[Tensor] = []

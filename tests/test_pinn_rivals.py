@@ -29,6 +29,17 @@ class Small:
     closure: Callable[[], tuple[Tensor, tuple[Tensor, ...]]]
     draw: int = 0
 
+    def part(self, count: int, generator: torch.Generator) -> Callable[[], tuple[Tensor, tuple[Tensor, ...]]]:
+        """The residuals of some points."""
+        sizes = [len(z) for z in self.closure()[1]]
+        chosen = [torch.randperm(n, generator=generator)[: max(1, count * n // sum(sizes))] for n in sizes]
+
+        def closure() -> tuple[Tensor, tuple[Tensor, ...]]:
+            z = tuple(z[S] for z, S in zip(self.closure()[1], chosen, strict=True))
+            return torch.stack([each.square().mean() for each in z]).sum(), z
+
+        return closure
+
 
 def small(factor: float = 1.0) -> Small:
     torch.manual_seed(0)
@@ -138,7 +149,7 @@ def test_after_new_points_it_goes_by_their_loss(name: str) -> None:
 
 def test_grids_name_methods_and_are_small() -> None:
     assert GRIDS.keys() == METHODS.keys() - {"ksd-rational"}
-    assert all(math.prod(len(values) for values in grid.values()) <= 9 for grid in GRIDS.values())
+    assert all(sum(math.prod(map(len, grid.values())) for grid in grids) <= 9 for grids in GRIDS.values())
 
 
 def test_phases_end_at_the_first_loss_that_is_not_finite() -> None:
@@ -222,17 +233,44 @@ def test_spring_is_its_recursion() -> None:
     problem, twin = small(), small()
     squares, naive = LeastSquares(problem), LeastSquares(twin)
     run = spring(problem, seed=5, damping=1e-3, momentum=0.8, rows=30, lr=0.1, norm=0.05)
-    theta = naive.point()
+    theta, generator = naive.point(), torch.Generator().manual_seed(5)
     phi = torch.zeros_like(theta)
     for k in range(1, 6):
         naive.move(theta)
-        J, rho = naive.rows(30, (5, k - 1))
+        J, rho = naive.rows_of_batch(30, generator)
         K = J @ J.T + 1e-3 * torch.eye(len(J), dtype=F64)
         phi = 0.8 * phi + J.T @ torch.linalg.solve(K, rho - 0.8 * J @ phi)
         step = phi / math.sqrt(1 - 0.8 ** (2 * k))
         theta = theta - min(0.1, 0.05 / float(step.norm())) * step
-        next(run)
+        assert next(run) == pytest.approx(0.5 * float(rho @ rho))
         torch.testing.assert_close(squares.point(), theta)
+
+
+def test_rows_of_a_batch_are_those_of_its_points() -> None:
+    problem = small()
+    squares = LeastSquares(problem)
+    J, rho = squares.rows_of_batch(30, torch.Generator().manual_seed(3))
+    loss, _ = problem.part(30, torch.Generator().manual_seed(3))()
+    g = torch.cat([x.reshape(-1) for x in torch.autograd.grad(loss, list(problem.model.parameters()))])
+    torch.testing.assert_close(J.T @ rho, g)
+    assert len(J) == 30  # 29 of 80 points inside, and one of two ends
+
+
+@pytest.mark.parametrize("name", ["engd", "spring"])
+def test_natural_gradients_of_batches_lower_the_loss(name: str) -> None:
+    problem = small()
+    before = LeastSquares(problem).value()
+    for _ in itertools.islice(METHODS[name](problem, seed=0, damping=1e-4, rows=30, lr=0.2), 60):
+        pass
+    assert LeastSquares(problem).value() < 0.1 * before
+
+
+def test_lbfgs_descends_however_small_the_loss_is() -> None:
+    """torch's keeps no pair with yᵀs ≤ 1e-10: on its own, it would take steps of the first pairs for ever."""
+    problem = small(1e-5)
+    started = LeastSquares(problem).value()
+    *_, last = itertools.islice(METHODS["adam-lbfgs"](problem, seed=0, adam_steps=20), 40)
+    assert last < 1e-3 * started
 
 
 def test_springs_increment_is_the_nearest_to_the_last_that_solves_the_rows() -> None:
@@ -253,13 +291,20 @@ def test_conjugate_gradients_with_the_hessian_are_the_dense_solve() -> None:
     torch.testing.assert_close(found_g, g)
     torch.testing.assert_close(product(g), H @ g)
     approximation = nystrom(product, len(g), 10, torch.Generator().manual_seed(0), F64)
-    iterates = conjugate_gradients(
-        lambda v: product(v) + damping * v, g, lambda x: approximation.precondition(x, damping)
-    )
+
+    def damped(v: Tensor) -> Tensor:
+        return product(v) + damping * v
+
+    def precondition(x: Tensor) -> Tensor:
+        return approximation.precondition(x, damping)
+
+    iterates = conjugate_gradients(damped, g, precondition)
     x, residual = next((x, r) for x, r in iterates if r < 1e-10)
     dense = torch.linalg.solve(H + damping * torch.eye(len(g), dtype=F64), g)
     torch.testing.assert_close(x, dense, rtol=1e-6, atol=1e-8)
     assert residual < 1e-10
+    again = conjugate_gradients(damped, g, precondition, x)
+    assert next(again)[1] < 1e-10  # from there on
 
 
 def test_conjugate_gradients_end_at_negative_curvature() -> None:

@@ -119,16 +119,19 @@ def test_tuning_takes_the_lowest_geometric_mean(tmp_path: Path, monkeypatch: pyt
         return []
 
     monkeypatch.setattr(study, "run_all", pretend)
-    monkeypatch.setattr(study, "GRIDS", {"lm": {"start": (1, 2, 3)}})
+    monkeypatch.setattr(study, "GRIDS", {"lm": [{"start": (1, 2, 3)}]})
     monkeypatch.setattr(study, "TUNED", tmp_path / "tuned.json")
-    study.TUNED.write_text(json.dumps({"3x32": {"soap": {"settings": {"lr": 1}}}, "4x64": {}}))
+    earlier = {"settings": {"start": 9}, "error": 1e-9, "errors": {"wave": 1e-9, "burgers": 1e-9}, "seconds": 20}
+    given = {"soap": {"settings": {"lr": 1}}, "lm": {"settings": {"start": 9}, "trials": [earlier]}}
+    study.TUNED.write_text(json.dumps({"3x32": given, "4x64": {}}))
     tune((), tmp_path, 1, problems=("wave", "burgers"))
     known = json.loads(study.TUNED.read_text())
     assert known["3x32"]["soap"] == {"settings": {"lr": 1}}
     assert known["3x32"]["lm"]["settings"] == {"start": 2} == study.settings("lm", "3x32")
     assert study.settings("lm", "4x64") == {}
     trials = known["3x32"]["lm"]["trials"]
-    assert [trial["settings"]["start"] for trial in trials] == [1, 2, 3]
+    assert [trial["settings"]["start"] for trial in trials] == [1, 2, 3, 9]
+    assert trials[3] == earlier  # of another grid: kept, and not asked
     assert trials[1]["error"] == pytest.approx(math.sqrt(0.2e-4))
     assert trials[2] == {
         "settings": {"start": 3},
@@ -146,6 +149,7 @@ def test_tuning_takes_the_lowest_geometric_mean(tmp_path: Path, monkeypatch: pyt
     tune((), tmp_path / "other", 1, problems=("wave", "burgers"))  # where none of the files is
     assert again == ["wave 3x32 lm-start=3-30s seed 100", "burgers 3x32 lm-start=3-30s seed 100"]
     assert json.loads(study.TUNED.read_text())["3x32"]["lm"]["trials"][:2] == trials[:2]
+    assert len(json.loads(study.TUNED.read_text())["3x32"]["lm"]["trials"]) == 4
 
 
 def test_geometric_mean() -> None:

@@ -54,6 +54,8 @@ class Problem:
         resample: draw new training points, the same for the same number; 0 has those of the beginning. Of a fit, a
             ValueError: it has the samples it has.
         grid: for pictures.
+        part: (how many, generator) → the closure on so many of the training points, drawn evenly from those of every
+            term, of which each keeps at least a third of an even share.
         draw: the number that ``resample`` was given last.
     """
 
@@ -64,6 +66,7 @@ class Problem:
     held_out: Callable[[], float]
     resample: Callable[[int], None]
     grid: Grid
+    part: Callable[[int, torch.Generator], Callable[[], Terms]]
     draw: int = 0
 
 
@@ -106,14 +109,22 @@ def problem(
     def solution() -> Tensor:
         return _values(model, nodes).view(equation.grid)
 
+    def part(count: int, generator: torch.Generator) -> Callable[[], Terms]:
+        at = train.of_terms
+        chosen = _some([len(each) for each in at], count, generator)
+        return functools.partial(
+            _terms, equation, model, [x.detach()[S].requires_grad_() for x, S in zip(at, chosen, strict=True)]
+        )
+
     return Problem(
         name,
         model,
-        closure=functools.partial(_terms, equation, model, train),
+        closure=lambda: _terms(equation, model, train.of_terms),
         error=functools.partial(_error, model, *_test(name)),
         held_out=functools.partial(_held_out, equation, model, held_out),
         resample=train.redraw,
         grid=Grid(equation.names, axes, exact.view(equation.grid), solution),
+        part=part,
     )
 
 
@@ -127,14 +138,21 @@ def _fitted(name: str, made: Fit, dtype: torch.dtype) -> Problem:
     def solution() -> Tensor:
         return _shade(_values(made.model, made.plane.x)).view(shape)
 
+    train = made.train.to(dtype)
+
+    def part(count: int, generator: torch.Generator) -> Callable[[], Terms]:
+        S = _some([len(train.x)], count, generator)[0]
+        return functools.partial(_misfit, made.model, Samples(train.x[S], train.y[S]))
+
     return Problem(
         name,
         made.model,
-        closure=functools.partial(_misfit, made.model, made.train.to(dtype)),
+        closure=functools.partial(_misfit, made.model, train),
         error=functools.partial(_error, made.model, *made.test),
         held_out=functools.partial(_held_out_misfit, made.model, made.held_out.to(dtype)),
         resample=refuse,
         grid=Grid(made.names, made.axes, _shade(made.plane.y).view(shape), solution),
+        part=part,
     )
 
 
@@ -158,16 +176,25 @@ class _Points:
             each.requires_grad_()
 
 
-def _terms(equation: Equation, model: nn.Module, at: _Points) -> Terms:
-    z = tuple(
-        term.weight**0.5 * term.residual(model, each) for term, each in zip(equation.terms, at.of_terms, strict=True)
-    )
+def _some(sizes: Sequence[int], count: int, generator: torch.Generator) -> list[Tensor]:
+    """About so many positions in lists of these sizes, drawn evenly in each; of no two lists as many."""
+    drawn: list[Tensor] = []
+    for n in sizes:
+        s = max(1, round(count * max(n / sum(sizes), 1 / (3 * len(sizes)))))
+        while s in map(len, drawn):
+            s += 1
+        drawn.append(torch.randperm(n, generator=generator)[:s])
+    return drawn
+
+
+def _terms(equation: Equation, model: nn.Module, points: Sequence[Tensor]) -> Terms:
+    z = tuple(term.weight**0.5 * term.residual(model, each) for term, each in zip(equation.terms, points, strict=True))
     return torch.stack([each.square().mean() for each in z]).sum(), z
 
 
 @torch.no_grad()
 def _held_out(equation: Equation, model: nn.Module, at: _Points) -> float:
-    return float(_terms(equation, model, at)[0])
+    return float(_terms(equation, model, at.of_terms)[0])
 
 
 def _misfit(model: nn.Module, samples: Samples) -> Terms:

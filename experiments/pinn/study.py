@@ -95,9 +95,9 @@ def tune(
     seconds: float = 30.0,
     network: str = _USUAL,
 ) -> None:
-    """Try the grid of every method, and keep the settings of the lowest geometric mean of errors over the problems.
+    """Try the grids of every method, and keep the settings of the lowest geometric mean of errors over the problems.
 
-    Trials that the tuned file has are not made again.
+    Trials that the tuned file has are not made again; those of other grids or budgets stay in it, and choose nothing.
 
     Raises:
         SystemExit: some trials failed; settings are chosen among the others.
@@ -120,7 +120,9 @@ def tune(
         outcome = [_known(tried, done[method]) or _outcome(tried, results) for tried in several]
         best = min(outcome, key=lambda trial: math.inf if trial["error"] is None else float(trial["error"]))
         if best["error"] is not None:
-            known.setdefault(network, {})[method] = {"settings": best["settings"], "trials": outcome}
+            made = [(trial["settings"], trial["seconds"]) for trial in outcome]
+            before = [trial for trial in done[method] if (trial["settings"], trial["seconds"]) not in made]
+            known.setdefault(network, {})[method] = {"settings": best["settings"], "trials": [*outcome, *before]}
     TUNED.write_text(json.dumps(known, indent=2, sort_keys=True) + "\n")
     _end(failed)
 
@@ -134,9 +136,9 @@ def settings(method: str, network: str) -> dict[str, Any]:
 
 def grid(method: str) -> Iterator[dict[str, Any]]:
     """The settings that a method is tried with."""
-    values = GRIDS[method]
-    for chosen in itertools.product(*values.values()):
-        yield dict(zip(values, chosen, strict=True))
+    for values in GRIDS[method]:
+        for chosen in itertools.product(*values.values()):
+            yield dict(zip(values, chosen, strict=True))
 
 
 def _trial(problem: str, method: str, tried: Mapping[str, Any], seconds: float, network: str) -> RunConfig:

@@ -13,6 +13,7 @@ from torch import Tensor
 from experiments.pinn.rivals.least_squares import LeastSquares, Trainable, in_turn
 
 _EVERY = 20  # steps of a first-order method, or iterations of L-BFGS, between two yields
+_SCALE = 2.0**30  # of the loss that L-BFGS sees: torch's keeps no pair with yᵀs below 1e-10, and creeps from there on
 
 
 def adam_lbfgs(
@@ -65,7 +66,7 @@ def lbfgs(problem: Trainable, history: int, iterations: float = math.inf) -> Ite
                 return
             optimizer = _lbfgs(problem, history)
         stuck = not moved
-        yield evaluations()
+        yield evaluations() / _SCALE
         if squares.renewed():
             evaluations.forget()
             for state in optimizer.state.values():  # a change of the gradient from one loss to another is no curvature
@@ -132,11 +133,13 @@ def _soap(problem: Trainable, optimizer: Any, lr: float, seconds: float | None, 
 
 
 def _step(problem: Trainable, optimizer: torch.optim.Optimizer) -> float:
-    optimizer.zero_grad()
+    params = list(problem.model.parameters())
     loss, _ = problem.closure()
     value = float(loss.detach())
     if math.isfinite(value):  # SOAP would raise
-        loss.backward()  # type: ignore[no-untyped-call]
+        # Not backward: it would find the gradients of the points, too.
+        for p, g in zip(params, torch.autograd.grad(loss, params), strict=True):
+            p.grad = g
         optimizer.step()
     return value
 
@@ -154,7 +157,7 @@ def _lbfgs(problem: Trainable, history: int) -> torch.optim.LBFGS:
 
 
 class _Remembered:
-    """f, with .grad set; the point evaluated last, where each of torch's steps begins, costs nothing."""
+    """f times _SCALE, with .grad set; the point evaluated last, where each of torch's steps begins, costs nothing."""
 
     def __init__(self, problem: Trainable) -> None:
         self._squares = LeastSquares(problem)
@@ -167,8 +170,8 @@ class _Remembered:
     def __call__(self) -> float:
         parameters, theta = self._squares.parameters, self._squares.point()
         if self._theta is None or not torch.equal(theta, self._theta):
-            self._loss, self._gradient = self._squares.gradient()
-            self._theta = theta
+            loss, gradient = self._squares.gradient()
+            self._loss, self._gradient, self._theta = _SCALE * loss, _SCALE * gradient, theta
         for p, g in zip(parameters.params, parameters.unflatten(self._gradient), strict=True):
             p.grad = g.clone()
         return self._loss

@@ -41,6 +41,11 @@ class Trainable(Protocol):
         """Which points these are the residuals of: another number, other points."""
         ...
 
+    @property
+    def part(self) -> Callable[[int, torch.Generator], Callable[[], tuple[Tensor, tuple[Tensor, ...]]]]:
+        """(how many, generator) → the closure on so many of the points, drawn evenly."""
+        ...
+
 
 class LeastSquares:
     """f and what can be had of it, at the parameters of the model."""
@@ -50,6 +55,8 @@ class LeastSquares:
         self.parameters = ParameterVector([{"params": list(problem.model.parameters()), "weight_decay": 0.0}])
         self._objective = Objective(lambda _: problem.closure(), self.parameters, SingleProcess())
         self._sketchers: dict[int, Sketcher] = {}
+        self._part, self._part_sketcher = problem.closure, Sketcher(ALL)
+        self._on_part = Objective(lambda _: self._part(), self.parameters, SingleProcess())
         self._draw = problem.draw
 
     def renewed(self) -> bool:
@@ -91,6 +98,12 @@ class LeastSquares:
         """J and ρ of about so many residuals, rescaled to stand for all; ``key`` seeds which are drawn."""
         sketcher = self._sketchers.setdefault(count, Sketcher(count))
         sketch = sketcher.draw(self._objective, [Microbatch(None, None)], key)
+        return sketch.J, sketch.rho
+
+    def rows_of_batch(self, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """J and ρ of the loss on about so many points, drawn evenly; no others are looked at."""
+        self._part = self._problem.part(count, generator)
+        sketch = self._part_sketcher.draw(self._on_part, [Microbatch(None, None)], (0,))
         return sketch.J, sketch.rho
 
 

@@ -6,6 +6,7 @@ ENGD is of Müller & Zeinhofer 2023, SPRING of Goldshlager et al. 2024; both as 
 Letters: J [m, n] and ρ [m] of m residuals, λ damping, φ [n] direction, μ momentum, η step size.
 ENGD:   φ = (JᵀJ + λ)⁻¹Jᵀρ = Jᵀ(JJᵀ + λ)⁻¹ρ on all residuals; θ ← θ − ηφ, η by a search over halvings of 1.
 SPRING: φ ← μφ + Jᵀ(JJᵀ + λ)⁻¹(ρ − μJφ) on residuals drawn anew each time; θ ← θ − ηφ/√(1 − μ²ᵏ) at iteration k.
+Either with a fixed η too, as their authors run them: a step then costs what its batch costs.
 """
 
 from __future__ import annotations
@@ -22,9 +23,11 @@ from experiments.pinn.rivals.least_squares import ALL, LeastSquares, Trainable
 _PATIENCE = 20  # draws of rows in a row from which no step comes
 
 
-def engd(problem: Trainable, *, seed: int, damping: float = 1e-2, rows: int = ALL) -> Iterator[float]:
+def engd(
+    problem: Trainable, *, seed: int, damping: float = 1e-2, rows: int = ALL, lr: float | None = None
+) -> Iterator[float]:
     """SPRING without momentum: on all residuals, or on ``rows`` of them."""
-    return spring(problem, seed=seed, damping=damping, momentum=0.0, rows=rows)
+    return spring(problem, seed=seed, damping=damping, momentum=0.0, rows=rows, lr=lr)
 
 
 def spring(
@@ -44,17 +47,18 @@ def spring(
         seed: of the rows that are drawn.
         damping: λ.
         momentum: μ.
-        rows: m, residuals of a step.
-        lr: η; None to search over halvings of 1 on the loss of all residuals.
+        rows: m, residuals of a step: those of points that are drawn evenly where η is given, and no others are looked
+            at. Where it is searched, all are seen anyway, and those that hold much of the loss are drawn more often.
+        lr: η; None to search over halvings of 1 on the loss of all residuals, the last length's double at most.
         norm: with ``lr``, the longest step.
     """
-    squares = LeastSquares(problem)
+    squares, generator = LeastSquares(problem), torch.Generator().manual_seed(seed)
     f = squares.value()
     phi = torch.zeros_like(squares.point())
     k = idle = iteration = 0
     size = 1.0
     while math.isfinite(f) and idle < _PATIENCE:
-        J, rho = squares.rows(rows, (seed, iteration))
+        J, rho = squares.rows(rows, (seed, iteration)) if lr is None else squares.rows_of_batch(rows, generator)
         found = projected_increment(J, rho, phi, momentum, damping)
         iteration += 1
         if found is None:
@@ -64,8 +68,9 @@ def spring(
         theta = squares.point()
         if lr is not None:
             squares.move(theta, step, -min(lr, norm / max(float(step.norm()), 1e-300)))
-            f = squares.value()
-            yield f if math.isfinite(f) else math.nan
+            f = float(rho @ rho) / 2  # of the batch, before the step: another pass would be the dearest part of it
+            if math.isfinite(f):
+                yield f
             continue
         best = best_halving(_along(squares, theta, step), f, 1.0 if idle else min(1.0, 2 * size))
         if best is None:

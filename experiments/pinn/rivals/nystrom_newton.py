@@ -59,9 +59,12 @@ def nystrom(product: Product, n: int, rank: int, generator: torch.Generator, dty
     return Nystrom(U, (S.square() - shift).clamp(min=0))
 
 
-def conjugate_gradients(product: Product, b: Tensor, precondition: Product) -> Iterator[tuple[Tensor, float]]:
-    """Iterates x for Ax = b and ‖b − Ax‖/‖b‖, from x = 0, until the matrix shows negative curvature."""
-    x, r = torch.zeros_like(b), b.clone()
+def conjugate_gradients(
+    product: Product, b: Tensor, precondition: Product, start: Tensor | None = None
+) -> Iterator[tuple[Tensor, float]]:
+    """Iterates x for Ax = b and ‖b − Ax‖/‖b‖, from x = start or 0, until the matrix shows negative curvature."""
+    x = torch.zeros_like(b) if start is None else start
+    r = b.clone() if start is None else b - product(start)
     z = precondition(r)
     p, rz, scale = z, float(r @ z), float(b.norm())
     while rz > 0 and scale > 0:
@@ -112,6 +115,7 @@ def _newton(
 ) -> Iterator[float]:
     squares, generator = LeastSquares(problem), torch.Generator().manual_seed(seed)
     approximation, age = None, 0
+    last: Tensor | None = None  # the direction before: conjugate gradients go on from there, as the authors' do
     while True:
         f, g, product = squares.hessian()
         if not (math.isfinite(f) and bool(g.isfinite().all())):
@@ -121,11 +125,12 @@ def _newton(
         if approximation is None or age >= _RENEWED:
             approximation, age = nystrom(product, len(g), rank, generator, g.dtype), 0
             yield f
-        d = approximation.precondition(g, damping)  # where the first direction has negative curvature already
+        d = preconditioned = approximation.precondition(g, damping)
         solve = conjugate_gradients(
             _damped(product, damping),
             g,
             lambda x, now=approximation: now.precondition(x, damping),  # type: ignore[misc]
+            last,
         )
         for i, (x, residual) in enumerate(solve, start=1):
             d = x
@@ -135,14 +140,16 @@ def _newton(
                 yield f
         if squares.renewed():  # inside conjugate gradients
             f = squares.value()
+        if not float(g @ d) > 0:  # as it may be where negative curvature ended them soon
+            d = preconditioned
         size = _armijo(squares, theta, d, f, float(g @ d))
         if size is None:
             squares.move(theta)
-            if age == 0:
+            if age == 0 and last is None:
                 return
-            approximation = None  # an old one may be to blame
+            approximation = last = None  # old ones may be to blame
             continue
-        age += 1
+        last, age = d, age + 1
         yield squares.value()
 
 
