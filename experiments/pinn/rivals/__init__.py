@@ -45,10 +45,11 @@ GRIDS: Mapping[str, Sequence[Mapping[str, Sequence[Any]]]] = {
     "lm": [{"start": (1e-6, 1e-4, 1e-2), "down": (3.0, 10.0, 30.0)}],
     "bfgs": [{"adam_steps": (0, 200, 1000), "lr": (1e-3,)}],
     "ssbroyden": [{"adam_steps": (0, 50, 200), "lr": (1e-3,)}],
-    "engd": [{"damping": (1e-6,), "rows": (500,)}, {"damping": (1e-6,), "rows": (500,), "lr": (0.05, 0.15)}],
+    "engd": [{"damping": (1e-6,), "rows": (500,)}, {"damping": (1e-4, 1e-2), "rows": (500,), "lr": (0.1,)}],
     "spring": [
         {"damping": (1e-6, 1e-4), "rows": (500,)},
-        {"damping": (1e-6,), "rows": (500,), "lr": (0.05, 0.15), "momentum": (0.9, 0.98)},
+        {"damping": (1e-4, 1e-2), "rows": (500,), "lr": (0.05, 0.15), "momentum": (0.9,)},
+        {"damping": (1e-2,), "rows": (500,), "lr": (0.15,), "momentum": (0.98,)},
     ],
     "nncg": [{"damping": (1e-5, 1e-3), "lbfgs_iterations": (50, 300), "cg_iterations": (100,)}],
 }
