@@ -41,7 +41,7 @@ METHODS: Mapping[str, Method] = {
 GRIDS: Mapping[str, Sequence[Mapping[str, Sequence[Any]]]] = {
     "ksd-krylov": [{"krylov_dim": (20, 50, 100)}],
     "adam-lbfgs": [{"adam_steps": (30, 100, 500), "lr": (1e-3, 5e-3, 2e-2)}],
-    "soap": [{"lr": (3e-2, 1e-1), "frequency": (2, 10)}],
+    "soap": [{"lr": (1e-3, 3e-3, 1e-2, 3e-2), "frequency": (10,)}],
     "lm": [{"start": (1e-6, 1e-4, 1e-2), "down": (3.0, 10.0, 30.0)}],
     "bfgs": [{"adam_steps": (0, 200, 1000), "lr": (1e-3,)}],
     "ssbroyden": [{"adam_steps": (0, 50, 200), "lr": (1e-3,)}],
