@@ -68,7 +68,7 @@ def spring(
         theta = squares.point()
         if lr is not None:
             squares.move(theta, step, -min(lr, norm / max(float(step.norm()), 1e-300)))
-            f = float(rho @ rho) / 2  # of the batch, before the step: another pass would be the dearest part of it
+            f = float(rho @ rho) / 2  # of the batch, before the step: no other point is looked at
             if math.isfinite(f):
                 yield f
             continue
