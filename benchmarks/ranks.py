@@ -34,7 +34,6 @@ RANKS = (1, 2, 4)
 ROOT = Path(__file__).parent.parent
 VARIANTS: Found = {
     "plain": {},
-    "reproducible=8": {"reproducible": 8},
     "wire=bfloat16": {"wire": torch.bfloat16},
 }
 # Parameters and samples of what is timed. In the first, collectives cost what they cost without bytes.

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from krylov_descent import KSD, Subsets
-from krylov_descent.distributed import Ranks, checkpoint
+from krylov_descent.distributed import checkpoint
 from krylov_descent.distributed.launch import init_process_group
 
 VARIABLE = "KRYLOV_DESCENT_DATA"
@@ -44,7 +44,6 @@ def options() -> argparse.Namespace:
     parser.add_argument("--samples", type=int, default=10_000, help="of the training set (%(default)s)")
     parser.add_argument("--dtype", choices=("float32", "float64"), default="float32")
     parser.add_argument("--checkpoints", metavar="DIR", help="save after every step, and go on from the latest")
-    parser.add_argument("--reproducible", action="store_true", help="the same bits on 1, 2, 4 or 8 ranks")
     parser.add_argument("--timeout", type=float, default=600, help="seconds until a rank that hangs is an error")
     given = parser.parse_args()
     if not given.data:
@@ -57,8 +56,6 @@ def options() -> argparse.Namespace:
 def main() -> None:
     """Train."""
     given = options()
-    if given.reproducible:
-        torch.set_num_threads(1)  # their number decides how sums are rounded, so it must be the same everywhere
     group = init_process_group(timeout=timedelta(seconds=given.timeout))  # None in a single process
     first = group is None or dist.get_rank() == 0
 
@@ -68,8 +65,7 @@ def main() -> None:
     train_set = read(path, "train", given.samples, dtype)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(784, 100), nn.Tanh(), nn.Linear(100, 10)).to(dtype)
-    ranks = Ranks(group, reproducible=8 if given.reproducible else 0)
-    optimizer = KSD(model.parameters(), weight_decay=1e-4, process_group=ranks)
+    optimizer = KSD(model.parameters(), weight_decay=1e-4, process_group=group)
     sets = Subsets(train_set, batch_size=1000, fraction=0.1, seed=0)
 
     def closure(batch: Any) -> tuple[Tensor, Tensor]:

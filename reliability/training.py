@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from krylov_descent import KSD, Subsets
 from krylov_descent.cli.checkpoint import Checkpoints
-from krylov_descent.distributed import Ranks, checkpoint
+from krylov_descent.distributed import checkpoint
 from krylov_descent.distributed.launch import init_process_group
 from reliability.phases import Phases
 
@@ -65,7 +65,6 @@ class Plan:
 
     directory: str
     steps: int
-    reproducible: int = 0
     timeout: float = 60.0
     deaths: list[Death] = field(default_factory=list)
     basis: Literal["krylov", "rational"] = "krylov"
@@ -130,8 +129,7 @@ def built(plan: Plan, group: Any = None) -> tuple[nn.Module, KSD]:
     """Model and optimizer as they are at the start of every attempt."""
     torch.manual_seed(0)
     model = dense(WIDTHS, torch.float64)
-    ranks = Ranks(group, reproducible=plan.reproducible)
-    return model, KSD(model.parameters(), krylov_dim=5, basis=plan.basis, process_group=ranks)
+    return model, KSD(model.parameters(), krylov_dim=5, basis=plan.basis, process_group=group)
 
 
 class Kept:

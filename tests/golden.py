@@ -180,13 +180,6 @@ def flow_on_sets(group: Any) -> Trained:
     return model, flow(model.parameters(), group, rows=30), regression(model), quarter()
 
 
-def shares(group: Any) -> Trained:
-    ranks = import_module("krylov_descent.distributed").Ranks
-    model = mlp()
-    optimizer = KSD(model.parameters(), krylov_dim=4, process_group=ranks(group, reproducible=8))
-    return model, optimizer, regression(model), quarter(batch_size=11)
-
-
 def rival(name: str, **settings: Any) -> Callable[[Any], Trained]:
     def make(group: Any) -> Trained:
         try:
@@ -220,7 +213,6 @@ GOLDEN = {
     "Fisher preconditioner, two ranks": Golden(precondition(Fisher()), 5, ranks=2),
     "DEEP, two ranks": Golden(deep, 40, ranks=2),
     "flow on sets, two ranks": Golden(flow_on_sets, 8, ranks=2),
-    "eight shares": Golden(shares, 5),
     "Hessian-free": Golden(rival("HessianFree", damping=1.0), 4),
     "nonlinear CG": Golden(rival("NonlinearCG"), 6),
 }

@@ -89,7 +89,6 @@ ALLOWED: dict[str, set[str]] = {
         "objective",
         "parameters",
         "rule_check",
-        "sums",
     },
     "precondition": {"data", "distributed", "fisher_diagonal", "objective", "rule_check"},
     "random_root": {"closure", "output_hessian"},

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 import krylov_descent
 from krylov_descent import KSD, Fisher, Search, Subsets
-from krylov_descent.distributed import Ranks
 from tests import problems
 from tests.problems import Problem
 
@@ -608,22 +607,3 @@ def test_custom_options_by_object() -> None:
         lambda: problem.closure(problem.data)
     )
     assert report.preconditioner == "fisher"
-
-
-@pytest.mark.parametrize("inputs", [31, 30])  # 512 parameters, which fill their parts, and 496, which do not
-@pytest.mark.parametrize("into_ranks", [False, True])
-def test_a_state_in_parts_is_not_taken_for_a_whole_one(inputs: int, into_ranks: bool) -> None:
-    """Or its vectors would be left behind."""
-    model, x = nn.Linear(inputs, 16), torch.randn(40, inputs)
-
-    def closure() -> tuple[Tensor, Tensor]:
-        z = model(x)
-        return z.square().mean(), z
-
-    ranks, plain = KSD(model.parameters(), process_group=Ranks(None, reproducible=8)), KSD(model.parameters())
-    source, target = (plain, ranks) if into_ranks else (ranks, plain)
-    source.step(closure)
-    source.step(closure)
-    target.load_state_dict(source.state_dict())
-    with pytest.raises(ValueError, match="process_group"):
-        target.step(closure)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from krylov_descent import KSD, Rational, Subsets, row_writing
-from krylov_descent.distributed import Ranks, SingleProcess
+from krylov_descent.distributed import SingleProcess
 from krylov_descent.jacobian import OwnWeights
 from krylov_descent.objective import Objective
 from krylov_descent.output_hessian import output_roots
@@ -403,15 +403,6 @@ def test_a_note_says_that_sketches_are_large() -> None:
     first, second = (optimizer.step(closure, sets) for _ in range(2))
     assert any("120 rows in place of 10" in note for note in first.notes)
     assert not any("in place of" in note for note in second.notes)
-
-
-def test_fixed_shares_in_one_process() -> None:
-    model, closure = pinn()
-    other, same = pinn()
-    KSD(model.parameters(), basis="rational").step(closure)
-    KSD(other.parameters(), basis="rational", process_group=Ranks(None, reproducible=8)).step(same)
-    for p, q in zip(model.parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-8)
 
 
 def test_rows_that_cancel_are_not_refuted() -> None:

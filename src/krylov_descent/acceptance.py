@@ -73,13 +73,11 @@ def loss_taken(objective: Objective, draw: StepSets, before: float) -> float | N
 def _standard_error(before: BatchLosses, after: BatchLosses, objective: Objective) -> float:
     """Of the mean of d_b, from its scatter."""
     # Σ 1, w, wd, w², w²d, w²d²
-    sums = torch.zeros(objective.comm.shares, 6, dtype=torch.float64, device="cpu")
-    for share, w, old, new in zip(before.shares, before.weights, before.losses, after.losses, strict=True):
+    sums = torch.zeros(6, dtype=torch.float64, device="cpu")
+    for w, old, new in zip(before.weights, before.losses, after.losses, strict=True):
         if w > 0:
             d = new - old
-            sums[share] += torch.tensor(
-                [1, w, w * d, w * w, w * w * d, (w * d) ** 2], dtype=torch.float64, device="cpu"
-            )
+            sums += torch.tensor([1, w, w * d, w * w, w * w * d, (w * d) ** 2], dtype=torch.float64, device="cpu")
     m, W, wd, ww, wwd, wwdd = (float(x) for x in objective.comm.total(sums))
     if m < 2:
         return math.inf  # one part has no scatter: nothing can be told

@@ -2,7 +2,7 @@
 
 Letters: g [P] gradient, D preconditioner, H curvature, d_prev [P] previous step, K Krylov dimension,
 V [m, P] orthonormal rows (m ≤ K+1), H̄ = V H Vᵀ [m, m]. P stands for this rank's part of the parameters;
-``inner`` completes inner products. Takes callables, knows nothing of models.
+``comm.sum`` completes inner products. Takes callables, knows nothing of models.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from krylov_descent.carry import Carry
-from krylov_descent.distributed import Comm, inner
+from krylov_descent.distributed import Comm
 from krylov_descent.rows import Rows
 
 EARLIER = 5  # steps before the last one that may be in a basis; 15 gave no more
@@ -45,7 +45,7 @@ class Subspace:
 
     def bend(self, d: Tensor, comm: Comm) -> float:
         """dᵀHd of a vector d [P] that the rows span."""
-        c = inner(comm, len(d), lambda piece: self.V.dots(d, piece)).to("cpu", torch.float64)
+        c = comm.sum(self.V.dots(d)).to("cpu", torch.float64)
         return float(c @ self.H @ c)
 
 
@@ -224,8 +224,8 @@ class _Basis:
             x, size = x.div_(most), size / most
         x.div_(size)
         if V.m:  # lines 10-13, twice
-            c = inner(self._comm, len(x), lambda piece: V.dots(x, piece))
-            c = inner(self._comm, len(x), lambda piece, c=c: V.sweep(c, x, piece))  # type: ignore[misc]
+            c = self._comm.sum(V.dots(x))
+            c = self._comm.sum(V.sweep(c, x))
             V.subtract(c, x)
         left = length(x, self._comm)
         if not left > drop:
@@ -240,9 +240,7 @@ class _Basis:
         assert self._product is not None
         w = self._product(self._staged)  # line 4
         self.V.m = k + 1
-        h = inner(self._comm, len(w), lambda piece: self.V.dots(w, piece)).to(
-            "cpu", torch.float64
-        )  # line 11, all j at once
+        h = self._comm.sum(self.V.dots(w)).to("cpu", torch.float64)  # line 11, all j at once
         if not bool(h.isfinite().all()) or not math.isfinite(length(w, self._comm)):
             self._finite = False
             self.V.m = k
@@ -254,7 +252,7 @@ class _Basis:
     def subspace(self, krylov_dim: int) -> Subspace:
         """What was built, with its orthogonality measured."""
         m = self.V.m
-        gram = inner(self._comm, len(self._staged), self.V.gram).to("cpu", torch.float64)
+        gram = self._comm.sum(self.V.gram()).to("cpu", torch.float64)
         error = float((gram - torch.eye(m, dtype=torch.float64, device="cpu")).abs().max())
         return Subspace(self.V, self.H[:m, :m].clone(), krylov_dim, error, finite=self._finite)
 
@@ -268,11 +266,11 @@ def length(x: Tensor, comm: Comm) -> float:
         5e+300
     """
     info = torch.finfo(x.dtype)
-    square = float(inner(comm, len(x), lambda piece: x[piece] @ x[piece]))
+    square = float(comm.sum(x @ x))
     if info.tiny / info.eps**2 < square < math.inf:
         return math.sqrt(square)
     # Squares that overflow or vanish: the largest element first. Slow, and rare.
     size = float(comm.max(torch.linalg.vector_norm(x, torch.inf) if len(x) else x.new_zeros(())))
     if not 0 < size < math.inf:
         return size
-    return size * math.sqrt(float(inner(comm, len(x), lambda piece: (x[piece] / size).square().sum())))
+    return size * math.sqrt(float(comm.sum((x / size).square().sum())))

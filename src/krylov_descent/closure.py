@@ -34,7 +34,6 @@ class Evaluation:
         samples: the number of samples.
         aligned: row i of every output belongs to sample i (with sets); otherwise each row of each output
             is a sample of its own.
-        share: which of this rank's shares the samples belong to.
         position: of its first sample in the set.
     """
 
@@ -43,7 +42,6 @@ class Evaluation:
     weight: float
     samples: int
     aligned: bool
-    share: int = 0
     position: int = 0
 
 
@@ -73,9 +71,7 @@ def evaluate(closure: BatchClosure, batch: Microbatch) -> Evaluation:
     if samples is None:
         samples = max(1, sum(_rows(z) for z in outputs))
     weight = _read_weight(returned[2]) if len(returned) == 3 else float(samples)
-    return Evaluation(
-        loss.reshape(()), outputs, weight, samples, batch.samples is not None, batch.share, batch.position
-    )
+    return Evaluation(loss.reshape(()), outputs, weight, samples, batch.samples is not None, batch.position)
 
 
 def require_outputs(evaluation: Evaluation, why: str) -> None:

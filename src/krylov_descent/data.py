@@ -109,8 +109,8 @@ class Subsets:
         *,
         krylov_dim: int,
         search_growth: int = 0,
-        shares: range = range(1),
-        of_shares: int = 1,
+        shard: int = 0,
+        of_shards: int = 1,
     ) -> Draw:
         """Choose the sets of one step; nothing is loaded yet.
 
@@ -118,8 +118,8 @@ class Subsets:
             iteration: the number of the step: the same number gives the same sets.
             krylov_dim: K, the dimension of the subspace.
             search_growth: how often C was doubled; it never reaches into B.
-            shares: those that are wanted of each set, by number.
-            of_shares: into how many shares each set is cut.
+            shard: which shard of each set is wanted, from 0.
+            of_shards: into how many shards each set is cut.
 
         Returns:
             The sets, ready to be iterated.
@@ -138,9 +138,7 @@ class Subsets:
         _require_integer("krylov_dim", krylov_dim, 1, "Pass the dimension of the subspace, for example 20.")
         _require_integer("search_growth", search_growth, 0, "Pass how often C was doubled.")
         n = self._size
-        cut = functools.partial(
-            SampleSet, population=n, batch_size=self._batch_size, shares=shares, of_shares=of_shares
-        )
+        cut = functools.partial(SampleSet, population=n, batch_size=self._batch_size, shard=shard, of_shards=of_shards)
         everything = cut(0, n, key=None)
         if n == 1 or (self._fraction is None and n < 2 * krylov_dim):
             return Draw(self._source, everything, everything, everything)

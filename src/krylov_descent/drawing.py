@@ -15,9 +15,9 @@ from krylov_descent.sets import FullBatch, StepSets
 def drawing(sets: Subsets | None, iteration: int, krylov_dim: int, comm: Comm) -> Callable[[Memory], StepSets]:
     """→ this rank's share of the sets of one iteration; without sets, what the closure evaluates is all of them."""
     source = FullBatch() if sets is None else sets
-    shares, of_shares = comm.samples
+    shard, of_shards = comm.shard_of_sets
     how: dict[str, Any] = {"krylov_dim": krylov_dim}
-    how |= {"shares": shares, "of_shares": of_shares} if of_shares > 1 else {}
+    how |= {"shard": shard, "of_shards": of_shards} if of_shards > 1 else {}
 
     def draw(memory: Memory) -> StepSets:
         more: dict[str, Any] = {"search_growth": memory.search_growth}

@@ -31,7 +31,6 @@ from krylov_descent.layer_rules import Scratch
 from krylov_descent.objective import PROBE, PassAgain
 from krylov_descent.parameters import ParameterVector
 from krylov_descent.rule_check import Call, Verdict, Witness, recorded_calls, right_and_wrong
-from krylov_descent.sums import VectorSums
 
 
 def _seed(key: Sequence[int]) -> int:
@@ -53,7 +52,6 @@ class FisherDiagonal:
         probes: int,
         key: Sequence[int],
         verdict: Verdict | None = None,
-        shares: int = 1,
     ) -> None:
         self._parameters = parameters
         self._floor = floor
@@ -62,8 +60,8 @@ class FisherDiagonal:
         self._start_generators(0)
         self._index = {id(p): i for i, p in enumerate(parameters.params)}
         # Σ_b (w_b·unit)² Σᵢ (Jᵢᵀδᵢ)²
-        self._squares = VectorSums(parameters, shares)
-        self._views: Sequence[Tensor] = ()  # of the share at hand
+        self._squares = parameters.zeros()
+        self._views = parameters.views(self._squares)
         self._scratch = Scratch()
         self._unit: float | None = None
         self._samples = 0
@@ -90,7 +88,6 @@ class FisherDiagonal:
     def wanted(self, evaluation: Evaluation) -> Sequence[Tensor]:
         """∂loss/∂ of what has to be looked at after the backward pass; nothing if rules serve every parameter."""
         calls, self._calls = self._calls, []
-        self._views = self._parameters.views(self._squares.of(evaluation.share))
         self._start_generators(evaluation.position)
         self._unjudged, self._witnesses, self._served = [], [], set()
         self._batches += 1
@@ -239,7 +236,7 @@ class FisherDiagonal:
     def diagonal(self, total_weight: float, comm: Comm) -> Tensor:
         """D before flooring: gᵢ = N (w_b/W) Jᵢᵀδᵢ, so that (1/N) Σᵢ gᵢ² = (N/W²) Σ_b w_b² Σᵢ (Jᵢᵀδᵢ)²."""
         squares, unit = self._summed(comm)
-        return squares * (added(comm, self._samples).item() / (total_weight * unit) ** 2)
+        return squares * (added(comm, self._samples) / (total_weight * unit) ** 2)
 
     def solver(self, comm: Comm) -> Callable[[Tensor], Tensor] | None:
         """D⁻¹ up to a factor, which no Krylov subspace depends on: D is scaled to a maximum of one."""
@@ -255,8 +252,8 @@ class FisherDiagonal:
 
     def _summed(self, comm: Comm) -> tuple[Tensor, float]:
         """The squares over all ranks, this rank's part [P_local], and the unit that they are in."""
-        squares = self._squares.total()
-        self._views = ()
+        squares = self._squares
+        del self._squares, self._views  # vectors of P numbers
         largest = torch.tensor(0.0 if self._unit is None else 1 / self._unit, dtype=torch.float64, device="cpu")
         unit = 1 / (float(comm.max(largest)) or 1.0)
         if self._unit not in (None, unit):

@@ -2,7 +2,7 @@
 
 Letters: J [m, P] sketch, ρ [m] with Jᵀρ its part of the gradient, g [P] gradient, K = JJᵀ = RᵀR [m, m], λ damping,
 φ [P] direction, η length of a step along it, α [P] its acceleration. P stands for this rank's part of the parameters;
-``inner`` completes inner products. Takes callables, knows nothing of models.
+``comm.sum`` completes inner products. Takes callables, knows nothing of models.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from krylov_descent.basis import length
-from krylov_descent.distributed import Comm, inner, stacked
+from krylov_descent.distributed import Comm, stacked
 
 _SLOW = 2  # λ changes by this factor where the length is not
 _WANTED = 2.0**-7  # within a factor of two
@@ -32,7 +32,7 @@ class Factored:
 
     def __init__(self, J: Tensor, comm: Comm) -> None:
         self._J, self._comm = J, comm
-        parts = stacked(comm, J.shape[1], lambda piece: _triangle(J[:, piece].T.double()))
+        parts = stacked(comm, _triangle(J.T.double()))
         self._R = parts[0] if len(parts) == 1 else _triangle(parts.flatten(0, 1))  # [m, m]
         self.trace = float(self._R.square().sum())
         self._damped: dict[float, Tensor] = {}
@@ -40,9 +40,7 @@ class Factored:
     def solved(self, x: Tensor, lam: Tensor) -> Tensor:
         """Jᵀ(K + λ)⁻¹x [l, P] for every λ."""
         c = torch.stack([self._inverse(float(damping), x.double()) for damping in lam])
-        # Share by share: how a product rounds depends on its shape, which must not depend on the number of ranks.
-        pieces = self._J.tensor_split(self._comm.shares, dim=1)
-        return torch.cat([c.to(piece.dtype) @ piece for piece in pieces], dim=1)
+        return c.to(self._J.dtype) @ self._J
 
     def _inverse(self, lam: float, x: Tensor) -> Tensor:
         """(K + λ)⁻¹x [m], where K + λ = SᵀS with the triangle S of R over √λ."""
@@ -60,7 +58,7 @@ class Factored:
 
     def along(self, v: Tensor) -> Tensor:
         """Jv [m]."""
-        return inner(self._comm, len(v), lambda piece: self._J[:, piece] @ v[piece])
+        return self._comm.sum(self._J @ v)
 
     def norm(self, v: Tensor) -> float:
         """‖v‖."""

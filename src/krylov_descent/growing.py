@@ -81,8 +81,8 @@ class Growing(Subsets):
         krylov_dim: int,
         search_growth: int = 0,
         model_growth: int = 0,
-        shares: range = range(1),
-        of_shares: int = 1,
+        shard: int = 0,
+        of_shards: int = 1,
     ) -> Draw:
         """Choose the sets of one step; nothing is loaded yet.
 
@@ -91,8 +91,8 @@ class Growing(Subsets):
             krylov_dim: has no influence here.
             search_growth: how often the sets grew.
             model_growth: how often B and C were doubled.
-            shares: those that are wanted of each set, by number.
-            of_shares: into how many shares each set is cut.
+            shard: which shard of each set is wanted, from 0.
+            of_shards: into how many shards each set is cut.
 
         Example:
             >>> import torch
@@ -106,8 +106,8 @@ class Growing(Subsets):
             SampleSet,
             population=n,
             batch_size=self._batch_size,
-            shares=shares,
-            of_shares=of_shares,
+            shard=shard,
+            of_shards=of_shards,
             key=(self._seed, iteration),
         )
         usual = min(size, max(_LEAST, -(-size // _PART)))

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from krylov_descent.closure import require_weight
 from krylov_descent.data import Microbatch
-from krylov_descent.distributed import attempt
+from krylov_descent.distributed import added, attempt
 from krylov_descent.kronecker_factors import BIAS, PULLED, PassOverSet, Role, Roles, Sums
 from krylov_descent.kronecker_inverse import damped_inverses, overlaps, part, solver, trace
 from krylov_descent.kronecker_state import Factors, averaged, blocks_of, factors_of, number, scalar, shapes_of
@@ -137,7 +137,7 @@ class KroneckerPreconditioner:
         taken = PassOverSet(objective, key, alone, judged)
         while True:
             failure = attempt(comm, lambda: taken.run(batches))
-            W = float(comm.total(torch.tensor(taken.weights, dtype=torch.float64, device="cpu"), failure))
+            W = added(comm, taken.weight, failure)
             flags = torch.zeros(len(params) + 1, 2, dtype=torch.float64, device="cpu")
             flags[-1] = torch.tensor([not taken.available, taken.approximated], dtype=torch.float64)
             for i, role in taken.roles.items():
@@ -154,7 +154,7 @@ class KroneckerPreconditioner:
         require_weight(W)
         self.note = _STAND_IN if float(flags[-1, 1]) and (due or judging != self._judged) else ""
         self._judged = judging
-        return roles, _shared(objective, taken.sums(), roles, W)
+        return roles, _shared(objective, taken.sums, roles, W)
 
     def _solver(
         self, objective: Objective, factors: dict[str, Tensor], noise: float
@@ -216,7 +216,7 @@ def _shared(objective: Objective, sums: Sums, roles: Roles, W: float) -> Sums:
     """The statistics of all ranks: G and diagonals over W, A over the weight of what called the layer, or its trace."""
     comm, parameters = objective.comm, objective.parameters
     shapes = shapes_of(roles, parameters.params)
-    if comm.ranks * comm.shares > 1:
+    if comm.ranks > 1:
         sizes = [math.prod(shape) for shape in shapes.values()]
         flat = torch.zeros(sum(sizes), dtype=parameters.dtype, device=parameters.device)
         for name, into in zip(shapes, torch.split(flat, sizes), strict=True):

@@ -65,7 +65,8 @@ class PassOverSet:
 
     Attributes:
         roles: what was found for each parameter.
-        weights: Σ w_b of each of this rank's shares.
+        weight: Σ w_b.
+        sums: of the statistics.
         available: whether the closure gave outputs.
         approximated: whether the gradients of samples had to stand for the curvature of the loss (random_root.py).
         refused: with those that were found since.
@@ -81,12 +82,11 @@ class PassOverSet:
         self._begin()
 
     def _begin(self) -> None:
-        shares = self._objective.comm.shares
         self.roles: Roles = {}
-        self.weights = [0.0] * shares
+        self.weight = 0.0
+        self.sums: Sums = {}
         self.available = True
         self.approximated = False
-        self._shares: list[Sums] = [{} for _ in range(shares)]
 
     def run(self, batches: Sequence[Microbatch]) -> None:
         """Take all micro-batches; from the start, whenever a layer proves to have no factors."""
@@ -95,18 +95,11 @@ class PassOverSet:
             known = len(self.refused)
             self._begin()
             for batch in batches:
-                self._add(batch, self._shares[batch.share])
+                self._add(batch)
                 if known < len(self.refused) or not self.available:
                     break
 
-    def sums(self) -> Sums:
-        """Over the shares of this rank, neighbours first, then pairs of neighbours (sums.py says why)."""
-        shares, self._shares = self._shares, []
-        while len(shares) > 1:
-            shares = [_joined(shares[i : i + 2]) for i in range(0, len(shares), 2)]
-        return shares[0]
-
-    def _add(self, batch: Microbatch, sums: Sums) -> None:
+    def _add(self, batch: Microbatch) -> None:
         """One micro-batch; its graph dies with this call."""
         objective = self._objective
         with recorded_layers(self._index) as calls:
@@ -117,10 +110,10 @@ class PassOverSet:
             return
         if evaluation.weight == 0:  # every term is masked
             return
-        if not any(self.weights):
+        if not self.weight:
             require_outputs(evaluation, "The Kronecker preconditioner")
         require_attached(evaluation)
-        self.weights[batch.share] += evaluation.weight
+        self.weight += evaluation.weight
         calls = self._served(calls)
         layers = {i for call in calls for i in (call.weight, call.bias) if i is not None}
         rest = [i for i in range(len(self._index)) if i not in layers]
@@ -141,8 +134,8 @@ class PassOverSet:
             self._note(i, Role(_kind_alone(x)))
         if unjudged:
             self.refused |= self._wrong(found, gradients)
-        self._add_alone(alone, evaluation.weight, sums)
-        self._add_factors(found, evaluation.weight, sums)
+        self._add_alone(alone, evaluation.weight)
+        self._add_factors(found, evaluation.weight)
 
     def _served(self, calls: Sequence[LayerCall]) -> list[LayerCall]:
         """The calls of layers that have factors; a bias that several weights have is left out of their matrices."""
@@ -171,24 +164,24 @@ class PassOverSet:
         if (before := self.roles.setdefault(i, role)) != role:
             self.refused |= {i} | ({before.weight, role.weight} - {-1})
 
-    def _add_alone(self, pulled: Mapping[int, Tensor], weight: float, sums: Sums) -> None:
+    def _add_alone(self, pulled: Mapping[int, Tensor], weight: float) -> None:
         for i, x in pulled.items():
             x = x.to(self._objective.parameters.dtype)
             if _kind_alone(x) == DIAGONAL:
-                _accumulate(sums, f"{i}.diagonal", x.square().reshape(-1).mul_(weight))
+                self._accumulate(f"{i}.diagonal", x.square().reshape(-1).mul_(weight))
                 continue
             X = x.reshape(x.shape[0], -1)
-            _accumulate(sums, f"{i}.inputs", (X.T @ X).mul_(weight))
-            _accumulate(sums, f"{i}.outputs", (X @ X.T).mul_(weight))
+            self._accumulate(f"{i}.inputs", (X.T @ X).mul_(weight))
+            self._accumulate(f"{i}.outputs", (X @ X.T).mul_(weight))
 
-    def _add_factors(self, found: Sequence[tuple[LayerCall, Tensor]], weight: float, sums: Sums) -> None:
+    def _add_factors(self, found: Sequence[tuple[LayerCall, Tensor]], weight: float) -> None:
         """A and G of each layer, over all of its calls."""
-        parameters = self._objective.parameters
+        parameters, sums = self._objective.parameters, self.sums
         positions: dict[int, int] = {}
         for call, delta in found:
             positions[call.weight] = positions.get(call.weight, 0) + call.positions(delta)
         for i in (i for i, count in positions.items() if count):  # calls that had no influence tell nothing of A
-            _accumulate(sums, f"{i}.calls", torch.tensor(weight, dtype=parameters.dtype, device=parameters.device))
+            self._accumulate(f"{i}.calls", torch.tensor(weight, dtype=parameters.dtype, device=parameters.device))
         for call, delta in found:
             i, out = call.weight, call.width
             into = parameters.params[i].numel() // out + (call.bias is not None)
@@ -197,6 +190,9 @@ class PassOverSet:
                     sums[name] = torch.zeros(shape, dtype=parameters.dtype, device=parameters.device)
             share = weight / max(1, positions[i])
             call.add_factors(sums[f"{i}.inputs"], sums[f"{i}.outputs"], delta, share, weight)
+
+    def _accumulate(self, name: str, x: Tensor) -> None:
+        self.sums[name] = self.sums[name].add_(x) if name in self.sums else x
 
     def _wrong(self, found: Sequence[tuple[LayerCall, Tensor]], gradients: Mapping[int, Tensor | None]) -> set[int]:
         """Layers whose Σ δaᵀ is not what pulling back to their parameters gives: these act elsewhere too."""
@@ -226,15 +222,3 @@ def _kind_alone(x: Tensor) -> int:
     rows = x.shape[0] if x.ndim > 1 else 1
     columns = x.numel() // max(1, rows)
     return PULLED if min(rows, columns) > 1 and max(rows, columns) <= LARGE else DIAGONAL
-
-
-def _accumulate(sums: Sums, name: str, x: Tensor) -> None:
-    sums[name] = sums[name].add_(x) if name in sums else x
-
-
-def _joined(shares: Sequence[Sums]) -> Sums:
-    first, *rest = shares
-    for sums in rest:
-        for name, x in sums.items():
-            _accumulate(first, name, x)
-    return first

@@ -34,7 +34,7 @@ def step_bytes(objective: Objective) -> int:
     params, dtype, comm = objective.parameters.params, objective.parameters.dtype, objective.comm
     kept = kept_bytes(params, dtype)
     statistics = sum(_numbers(p)[0] for p in params) * dtype.itemsize
-    copies = max(comm.shares, _GATHERED) if comm.ranks * comm.shares > 1 else 1
+    copies = _GATHERED if comm.ranks > 1 else 1
     largest = max((max(_sides(p)) + 1 for p in params if _is_matrix(p)), default=0)
     return max(kept + copies * statistics, 2 * kept + _CHOLESKY * 8 * largest**2)
 

@@ -32,7 +32,7 @@ from krylov_descent.acceptance import LOST_IN_ROUNDING, loss_taken
 from krylov_descent.basis import Subspace, Turn, length
 from krylov_descent.confirmation import Promise
 from krylov_descent.data import Microbatch
-from krylov_descent.distributed import Comm, RankError, added, inner, together
+from krylov_descent.distributed import Comm, RankError, added, together
 from krylov_descent.memory import Memory
 from krylov_descent.objective import Objective, relative_noise
 from krylov_descent.precondition import Precondition, Preconditioner, RememberingPreconditioner
@@ -247,9 +247,7 @@ def _descend(
         stop_reason=found.stop_reason,
         accepted=accepted,
         seconds=clock.laps,
-        sample_gradients=float(
-            added(comm, torch.tensor(objective.sample_gradients, dtype=torch.float64, device="cpu"))
-        ),
+        sample_gradients=added(comm, objective.sample_gradients),
         orthogonality_error=0.0 if subspace is None else subspace.orthogonality_error,
         set_sizes=draw.sizes,
         preconditioner=name,
@@ -282,7 +280,7 @@ def _descend(
 
 
 def _dot(comm: Comm, x: Tensor, y: Tensor) -> float:
-    return float(inner(comm, len(x), lambda piece: x[piece] @ y[piece]))
+    return float(comm.sum(x @ y))
 
 
 def _here(objective: Objective, theta: Callable[[], Tensor] | None) -> Callable[[], Tensor]:

@@ -23,7 +23,7 @@ from krylov_descent.data import Microbatch
 from krylov_descent.distributed import Comm, attempt
 from krylov_descent.parameters import ParameterVector
 from krylov_descent.progress import Tell, nobody
-from krylov_descent.sums import ShareSums, exact_sum
+from krylov_descent.sums import WeightedSum, exact_sum
 
 # Cost per sample in units of one gradient (a forward and a backward pass, the latter twice the former).
 GRADIENT, FORWARD, PROBE = 1.0, 1 / 3, 2 / 3
@@ -69,7 +69,6 @@ class BatchLosses:
 
     losses: tuple[float, ...]
     weights: tuple[float, ...]
-    shares: tuple[int, ...]
     mean: float
     total_weight: float
 
@@ -90,13 +89,12 @@ class _Gathered:
     def __init__(self) -> None:
         self.losses: list[Tensor] = []
         self.weights: list[float] = []
-        self.shares: list[int] = []
+        self.slope = 0.0
         self.again = False
 
-    def add(self, loss: Tensor, weight: float, share: int) -> None:
+    def add(self, loss: Tensor, weight: float) -> None:
         self.losses.append(loss)
         self.weights.append(weight)
-        self.shares.append(share)
 
 
 def _as_it_is(evaluate: Callable[[], Evaluation]) -> Evaluation:
@@ -169,7 +167,7 @@ class Objective:
         def work() -> None:
             for batch in batches:
                 evaluation = self.forward(batch)
-                gathered.add(evaluation.loss.detach(), evaluation.weight, batch.share)
+                gathered.add(evaluation.loss.detach(), evaluation.weight)
 
         return self._share(gathered, attempt(self.comm, work))[0]
 
@@ -202,36 +200,38 @@ class Objective:
         Without statistics, a loss that is not finite ends the pass at once: no gradient is of use there.
         """
         comm, parameters = self.comm, self.parameters
-        sums, gathered = ShareSums(parameters, comm, along), _Gathered()
+        total, gathered = WeightedSum(parameters), _Gathered()
 
         def work() -> None:
             try:
                 for batch in batches:
-                    loss, weight = self._add_gradient(batch, statistics, sums)
-                    gathered.add(loss, weight, batch.share)
+                    loss, weight = self._add_gradient(batch, statistics, total)
+                    gathered.add(loss, weight)
                     if statistics is None and weight > 0 and not bool(loss.isfinite()):
                         break
-                sums.close()
+                gathered.slope = 0.0 if along is None else total.dot(along, comm)
             except PassAgain:
                 gathered.again = True
 
-        losses, slope, W = self._share(gathered, attempt(comm, work), sums.slopes)
+        losses, slope, W = self._share(gathered, attempt(comm, work))
         if along is not None:
             slope += parameters.decay_slope(along)
 
         def gradient() -> Tensor:
-            g = sums.over_ranks(1 / W)
+            g = total.over_ranks(comm, 1 / W)
             self.add_decay(g)
             return g
 
         return Derivative(losses, slope, gradient)
 
-    def _add_gradient(self, batch: Microbatch, statistics: Statistics | None, total: ShareSums) -> tuple[Tensor, float]:
+    def _add_gradient(
+        self, batch: Microbatch, statistics: Statistics | None, total: WeightedSum
+    ) -> tuple[Tensor, float]:
         """Add one micro-batch's weighted gradient; its graph dies with this call, before the next is built."""
         if statistics is None and self.compiled is not None:
             one = self.compiled.take(self._closure, self.parameters.params, batch.data, lambda: self._pass(batch))
             if one.weight > 0:
-                total.add(batch.share, one.gradient, one.weight)
+                total.add(one.gradient, one.weight)
             self.sample_gradients += GRADIENT * one.samples
             return one.loss, one.weight
         with nullcontext() if statistics is None else statistics.watch():
@@ -246,7 +246,7 @@ class Objective:
             extra = statistics.collect(evaluation, gradient, both[len(gradient) :])
             self.sample_gradients += extra * evaluation.samples
         if evaluation.weight > 0:
-            total.add(batch.share, gradient, evaluation.weight)
+            total.add(gradient, evaluation.weight)
         self.sample_gradients += GRADIENT * evaluation.samples
         return evaluation.loss.detach(), evaluation.weight
 
@@ -272,9 +272,7 @@ class Objective:
         closures.require_dense(of_parameters)
         return gradients
 
-    def _share(
-        self, gathered: _Gathered, failure: Exception | None, slopes: Sequence[float] = ()
-    ) -> tuple[BatchLosses, float, float]:
+    def _share(self, gathered: _Gathered, failure: Exception | None) -> tuple[BatchLosses, float, float]:
         """Mean loss, slope and W over all ranks, by one small sum.
 
         Raises:
@@ -282,18 +280,14 @@ class Objective:
             Exception: ``failure``, or that of another rank.
         """
         values = torch.stack(gathered.losses).double().tolist() if gathered.losses else []
-        rows = torch.zeros(self.comm.shares, 4, dtype=torch.float64, device="cpu")
-        for share in range(self.comm.shares):
-            own = [i for i, of in enumerate(gathered.shares) if of == share]
-            # A micro-batch of weight 0 has no terms; its mean, 0/0, must not spoil the sum.
-            rows[share, 0] = exact_sum(gathered.weights[i] * values[i] for i in own if gathered.weights[i] > 0)
-            rows[share, 1] = math.fsum(gathered.weights[i] for i in own)
-            rows[share, 2] = slopes[share] if slopes else 0.0
-            rows[share, 3] = float(gathered.again)
-        weighted, W, slope, again = self.comm.total(rows, failure).tolist()
+        # A micro-batch of weight 0 has no terms; its mean, 0/0, must not spoil the sum.
+        weighted = exact_sum(w * loss for w, loss in zip(gathered.weights, values, strict=True) if w > 0)
+        own = (weighted, math.fsum(gathered.weights), gathered.slope, float(gathered.again))
+        numbers = torch.tensor(own, dtype=torch.float64, device="cpu")
+        weighted, W, slope, again = self.comm.total(numbers, failure).tolist()
         if again:
             raise PassAgain
         closures.require_weight(W)
         mean = weighted / W + self.parameters.decay_value()
-        losses = BatchLosses(tuple(values), tuple(gathered.weights), tuple(gathered.shares), mean, W)
+        losses = BatchLosses(tuple(values), tuple(gathered.weights), mean, W)
         return losses, slope / W, W

@@ -86,7 +86,7 @@ class KSD(ClosureOptimizer):
         seed: of the random signs in the Fisher diagonal.
         process_group: a torch.distributed group whose ranks take one step together: each its share of the sets, and
             1/R of V. All hold the same parameters and call ``step`` with the same closure and sets (docs/scaling.md).
-            ``krylov_descent.distributed.Ranks(group, ...)`` for a bfloat16 wire or the same bits for any R.
+            ``krylov_descent.distributed.Ranks(group, wire=torch.bfloat16)`` sends less.
 
     Example:
         >>> import torch

@@ -106,14 +106,8 @@ class FisherPreconditioner:
         judged = (objective.identity, *map(id, objective.parameters.params))
         if judged != self._judged:
             self._judged, self._verdict = judged, Verdict()
-        return FisherDiagonal(
-            objective.parameters,
-            self._options.floor,
-            self._options.probes,
-            key,
-            self._verdict,
-            objective.comm.shares,
-        )
+        options = self._options
+        return FisherDiagonal(objective.parameters, options.floor, options.probes, key, self._verdict)
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy is of other parameters.

@@ -41,7 +41,7 @@ from torch import Tensor
 from krylov_descent.basis import Family, Starts, Subspace, Turn, spanned_basis
 from krylov_descent.carry import Carry
 from krylov_descent.data import Microbatch
-from krylov_descent.distributed import inner, together
+from krylov_descent.distributed import together
 from krylov_descent.flow import Factored, acceleration, damped_steps, flow_direction, new_damping
 from krylov_descent.objective import Objective
 from krylov_descent.rows import Rows
@@ -93,13 +93,13 @@ class Rational:
 def reduced_curvature(J: Tensor, V: Rows, objective: Objective) -> Tensor:
     """H̄ = (JVᵀ)ᵀJVᵀ and the decay's part, float64 [r, r] for the r rows of V."""
     comm, rows = objective.comm, V.tensor()
-    JV = inner(comm, J.shape[1], lambda piece: J[:, piece] @ rows[:, piece].T).double()
+    JV = comm.sum(J @ rows.T).double()
     H = JV.T @ JV
     if any(objective.parameters.decay):
         for i, v in enumerate(rows):
             w = torch.zeros_like(v)
             objective.add_decay(w, v)
-            H[i] += inner(comm, len(w), lambda piece, w=w: V.dots(w, piece))  # type: ignore[misc]
+            H[i] += comm.sum(V.dots(w))
     return H
 
 
@@ -148,7 +148,7 @@ class RationalBuilder:
         subspace = spanned_basis(lambda V: reduced_curvature(J, V, objective), vectors, V, room, comm)
 
         def in_basis(d: Tensor) -> Tensor:
-            c = inner(comm, len(d), lambda piece: V.dots(d, piece)).to("cpu", torch.float64)
+            c = comm.sum(V.dots(d)).to("cpu", torch.float64)
             return c if bool(c.isfinite().all()) else torch.zeros_like(c)
 
         lengths = _lengths(carry.length, longest)

@@ -13,8 +13,6 @@ from torch import Tensor
 _CHUNK = 1 << 21  # elements of V that are converted at a time
 _CACHED = 1 << 15  # columns of V that stay in the cache between two uses: best of 2^14 … 2^17 at 10 and 20 rows
 
-_ALL = slice(None)
-
 
 class Rows:
     """V, in a buffer made once for ``capacity`` rows.
@@ -72,12 +70,12 @@ class Rows:
             return x
         return x.copy_(self._buffer[self.m].copy_(x))
 
-    def dots(self, x: Tensor, piece: slice = _ALL) -> Tensor:
-        """V x [m], of a piece of the columns."""
+    def dots(self, x: Tensor) -> Tensor:
+        """V x [m]."""
         if self.direct:
-            return self._buffer[: self.m, piece] @ x[piece]
+            return self._buffer[: self.m] @ x
         total = torch.zeros(self.m, dtype=self.dtype, device=self.device)
-        for i, j, part in self._parts(piece=piece):
+        for i, j, part in self._parts():
             total += part @ x[i:j]
         return total
 
@@ -98,19 +96,19 @@ class Rows:
         for i, j, part in self._parts():
             x[i:j].addmv_(part.T, c, alpha=-1)
 
-    def sweep(self, c: Tensor, x: Tensor, piece: slice = _ALL) -> Tensor:
+    def sweep(self, c: Tensor, x: Tensor) -> Tensor:
         """x −= Vᵀc, in place, and V x of what is left: each part of V is read once, and used again from the cache."""
         total = torch.zeros(self.m, dtype=self.dtype, device=self.device)
-        for i, j, part in self._parts(_CACHED if self.direct else None, piece):
+        for i, j, part in self._parts(_CACHED if self.direct else None):
             total.addmv_(part, x[i:j].addmv_(part.T, c, alpha=-1))
         return total
 
-    def gram(self, piece: slice = _ALL) -> Tensor:
-        """V Vᵀ [m, m], of a piece of the columns."""
+    def gram(self) -> Tensor:
+        """V Vᵀ [m, m]."""
         if self.direct:
-            return self._buffer[: self.m, piece] @ self._buffer[: self.m, piece].T
+            return self._buffer[: self.m] @ self._buffer[: self.m].T
         total = torch.zeros(self.m, self.m, dtype=self.dtype, device=self.device)
-        for _, _, part in self._parts(piece=piece):
+        for _, _, part in self._parts():
             total.addmm_(part, part.T)
         return total
 
@@ -118,10 +116,10 @@ class Rows:
         """All rows, in the vectors' dtype: a view where V is direct, otherwise a copy as large as V."""
         return self._buffer[: self.m].to(self.device, self.dtype)
 
-    def _parts(self, step: int | None = None, piece: slice = _ALL) -> Iterator[tuple[int, int, Tensor]]:
+    def _parts(self, step: int | None = None) -> Iterator[tuple[int, int, Tensor]]:
         """Columns [i, j) of V, converted."""
-        start, stop, _ = piece.indices(self._buffer.shape[1])
+        stop = self._buffer.shape[1]
         step = step or max(1, _CHUNK // max(1, self.m))
-        for i in range(start, stop, step):
+        for i in range(0, stop, step):
             j = min(stop, i + step)
             yield i, j, self._buffer[: self.m, i:j].to(self.device, self.dtype)

@@ -1,4 +1,4 @@
-"""A sample set as numbers: which samples it holds, cut into shares and micro-batches, and the stream of these."""
+"""A sample set as numbers: which samples it holds, cut into shards and micro-batches, and the stream of these."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ class Microbatch:
     Attributes:
         data: what the closure is called with.
         samples: how many samples it holds; None if only the closure knows.
-        share: which of this rank's shares of the set it belongs to.
         position: of its first sample in the set.
 
     Example:
@@ -31,35 +30,31 @@ class Microbatch:
 
     data: Any
     samples: int | None
-    share: int = 0
     position: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
 class SampleSet:
-    """Positions [start, stop) of the permutation of ``key``, or of the natural order; shares of it, cut in chunks."""
+    """Positions [start, stop) of the permutation of ``key``, or of the natural order; one shard of them in chunks."""
 
     start: int
     stop: int
     population: int
     batch_size: int
-    shares: range
-    of_shares: int
+    shard: int
+    of_shards: int
     key: tuple[int, int] | None
 
     @property
     def size(self) -> int:
-        """Samples in all shares."""
+        """Samples in all shards."""
         return self.stop - self.start
 
-    def chunks(self) -> list[tuple[int, range]]:
-        """(which of the wanted shares, positions) of each micro-batch: no share is larger than another by over one."""
+    def chunks(self) -> list[range]:
+        """Positions of each micro-batch; no shard is larger than another by over one."""
         positions = range(self.start, self.stop)
-        found = []
-        for number, share in enumerate(self.shares):
-            i, j = self.size * share // self.of_shares, self.size * (share + 1) // self.of_shares
-            found += [(number, positions[k : min(j, k + self.batch_size)]) for k in range(i, j, self.batch_size)]
-        return found
+        i, j = (self.size * shard // self.of_shards for shard in (self.shard, self.shard + 1))
+        return [positions[k : min(j, k + self.batch_size)] for k in range(i, j, self.batch_size)]
 
     def indices(self, positions: range) -> Indices:
         """Of the samples at these positions."""
@@ -82,6 +77,6 @@ class Stream:
         sample_set = self.sample_set
         chunks = sample_set.chunks()
         # The function must not hold the source, which keeps it: workers found in a reference cycle end late.
-        batches = self.source.load(lambda i: (sample_set.indices(chunks[i][1]),), range(len(chunks)))
-        for (share, positions), (batch,) in zip(chunks, batches, strict=True):
-            yield Microbatch(batch, len(positions), share, positions.start - sample_set.start)
+        batches = self.source.load(lambda i: (sample_set.indices(chunks[i]),), range(len(chunks)))
+        for positions, (batch,) in zip(chunks, batches, strict=True):
+            yield Microbatch(batch, len(positions), positions.start - sample_set.start)

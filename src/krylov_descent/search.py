@@ -16,7 +16,7 @@ from torch import Tensor
 from krylov_descent.basis import Subspace
 from krylov_descent.bfgs import bfgs_on_lines
 from krylov_descent.carry import Carry
-from krylov_descent.distributed import Comm, inner
+from krylov_descent.distributed import Comm
 from krylov_descent.report import StopReason
 from krylov_descent.rows import Rows
 from krylov_descent.starting import best_start
@@ -158,7 +158,7 @@ class _Subspace:
 
     def project(self, g: Tensor) -> Tensor:
         """V̄ᵀg = C⁻¹(V g)."""
-        reduced = inner(self._comm, len(g), lambda piece: self._V.dots(g, piece)).to("cpu", torch.float64)
+        reduced = self._comm.sum(self._V.dots(g)).to("cpu", torch.float64)
         projected: Tensor = torch.linalg.solve_triangular(self._C, reduced[:, None], upper=False)[:, 0]
         return projected
 

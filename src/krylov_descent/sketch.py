@@ -18,7 +18,7 @@ from torch import Tensor
 from krylov_descent.batch_rows import BatchRows, Part, room
 from krylov_descent.closure import require_weight
 from krylov_descent.data import Microbatch
-from krylov_descent.distributed import Comm, added, attempt, inner
+from krylov_descent.distributed import Comm, added, attempt
 from krylov_descent.objective import Objective
 
 _SLOW = (
@@ -84,7 +84,7 @@ class Sketcher:
         if judged != self._judged:
             self._judged, self._of_batches, self._told, self._told_slow = judged, BatchRows(), False, False
         known = self._of_batches.refuted
-        count = float(added(comm, float(len(batches))))
+        count = added(comm, float(len(batches)))
         wanted = max(1, round(self.rows / max(1.0, count)))
         parts: list[Part] = []
 
@@ -92,14 +92,14 @@ class Sketcher:
             parts.extend(self._of_batches.part(objective, b, wanted, _seed((*key, b.position))) for b in batches)
 
         failure = attempt(comm, work)
-        W = float(added(comm, sum((part.weight for part in parts), 0.0), failure))
+        W = added(comm, sum((part.weight for part in parts), 0.0), failure)
         require_weight(W)
         for part in parts:
             part.weigh((part.weight / W) ** 0.5)
-        whole = not float(added(comm, float(not all(part.whole for part in parts))))
+        whole = not added(comm, float(not all(part.whole for part in parts)))
         one_by_one = sum(part.slow for part in parts) / max(1, sum(len(part.rho) for part in parts))
         mostly = one_by_one > 0.5 and not self._told_slow
-        slow = bool(float(added(comm, float(self._of_batches.refuted > known or mostly))))
+        slow = bool(added(comm, float(self._of_batches.refuted > known or mostly)))
         self._told_slow |= slow
         none = room(1, objective)[0].zero_()  # a rank may have no rows
         rho = torch.cat([none[:0], *(part.rho for part in parts)])
@@ -109,7 +109,7 @@ class Sketcher:
             """[m], of what each rank has for its rows."""
             placed = x.new_zeros(m)
             placed[start : start + len(x)] = x
-            return added(comm, placed)
+            return comm.total(placed)
 
         def change() -> Tensor:
             found: list[Tensor] = []
@@ -123,7 +123,7 @@ class Sketcher:
             added(comm, 0.0, failure)
             return gathered(torch.cat([none[:0], *found]))
 
-        if comm.ranks * comm.shares == 1 and len(parts) == 1:
+        if comm.ranks == 1 and len(parts) == 1:
             J = parts[0].J
         else:
             J = _scattered(comm, [row for part in parts for row in part.J], start, m, none)
@@ -158,7 +158,7 @@ def require_plain(comm: Comm, numel: int) -> None:
 def finite_rows(sketch: Sketch, comm: Comm) -> Sketch:
     """Those whose size is finite, on every rank."""
     J, rho = sketch.J, sketch.rho
-    sizes = inner(comm, J.shape[1], lambda piece: J[:, piece].square().sum(1))
+    sizes = comm.sum(J.square().sum(1))
     keep = sizes.isfinite() & rho.isfinite()
     if bool(keep.all()):
         return sketch
@@ -169,7 +169,7 @@ def _where(comm: Comm, rows: int) -> tuple[int, int]:
     """Where this rank's rows begin among those of all ranks, and how many those are."""
     counts = torch.zeros(comm.ranks, dtype=torch.float64, device="cpu")
     counts[comm.rank] = rows
-    counts = added(comm, counts)
+    counts = comm.total(counts)
     return int(counts[: comm.rank].sum()), int(counts.sum())
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from krylov_descent.basis import EARLIER
 from krylov_descent.carry import Carry
 from krylov_descent.confirmation import Confirmation, Promise
-from krylov_descent.distributed import Comm, part_length
+from krylov_descent.distributed import Comm
 from krylov_descent.distributed.sharded import is_sharded
 from krylov_descent.memory import Memory
 from krylov_descent.parameters import ParameterVector
@@ -51,11 +51,10 @@ def read_memory(state: State, first: Tensor, parameters: ParameterVector, seed: 
         vectors = {key: None if x is None else comm.shard(x) for key, x in whole.items()}
     elif in_parts and not comm.as_parameters and own == found:
         vectors = {key: numbers.get(f"{key}_part") for key in _VECTORS}
-    elif found[:3] == own[:3]:
+    elif found == own:
         raise ValueError(
-            f"The optimizer's state is that of a {_kind(in_parts, found)}, and this one is of a "
-            f"{_kind(not comm.as_parameters, own)}. Make KSD {'with' if in_parts else 'without'} process_group=..., as "
-            "in that run, or save there by krylov_descent.distributed.checkpoint and load that into a new KSD."
+            "The optimizer's state is that of a run in one process, and this KSD has a process_group. Make it without "
+            "process_group=..., as in that run, or save there by krylov_descent.distributed.checkpoint and load that."
         )
     else:
         raise ValueError(
@@ -134,12 +133,8 @@ def _scalar(x: float) -> Tensor:
 
 
 def _layout(parameters: ParameterVector, comm: Comm) -> tuple[int, ...]:
-    """Rank, ranks, P, and the length of a part."""
-    return comm.rank, comm.ranks, parameters.numel, part_length(comm, parameters.numel)
-
-
-def _kind(in_parts: bool, layout: tuple[int, ...]) -> str:
-    return f"run with ranks, of vectors with {layout[3]:,} numbers" if in_parts else "run without ranks"
+    """Rank, ranks and P."""
+    return comm.rank, comm.ranks, parameters.numel
 
 
 def write_vectors(state: State, parameters: ParameterVector, vectors: Mapping[str, Tensor | None]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -46,26 +47,21 @@ class Cube(nn.Module):
         return x * (self.w**3).sum()
 
 
-def train(
+def training(
     group: Any,
     *,
     kind: str = "mlp",
     n: int = 103,
-    steps: int = 5,
     dtype: torch.dtype = torch.float64,
     fraction: float | None = 0.2,
     gradient_fraction: float = 1.0,
     batch_size: int = 16,
-    reproducible: int = 0,
     wire: torch.dtype | None = None,
     full_batch: bool = False,
     growing: int = 0,
-    warns: bool = False,
     **settings: Any,
-) -> dict[str, Any]:
-    """Some steps; what came out, the same on every rank."""
-    if warns:
-        warnings.simplefilter("ignore")
+) -> tuple[nn.Module, KSD, Callable[[], StepReport]]:
+    """A model, its optimizer, and what takes a step."""
     model = model_of(kind, dtype)
     first = next(model.parameters())
     inputs, outputs = {"mlp": (7, 3), "lstm": (7, 3), "tiny": (1, 1), "cube": (1, 1)}[kind]
@@ -76,7 +72,7 @@ def train(
     optimizer = KSD(
         model.parameters(),
         **{"krylov_dim": 5, **settings},
-        process_group=Ranks(group, wire=wire, reproducible=reproducible),
+        process_group=Ranks(group, wire=wire),
     )
 
     def closure(batch: Any) -> tuple[Tensor, Tensor]:
@@ -86,10 +82,21 @@ def train(
     if full_batch:
         rank, ranks = (0, 1) if group is None else (group.rank(), group.size())
         own = tuple(x[rank * n // ranks : (rank + 1) * n // ranks] for x in data)
-        reports = [optimizer.step(lambda: closure(own)) for _ in range(steps)]
-    else:
-        reports = [optimizer.step(closure, sets) for _ in range(steps)]
-    return outcome(model, reports)
+        return model, optimizer, lambda: optimizer.step(lambda: closure(own))
+    return model, optimizer, lambda: optimizer.step(closure, sets)
+
+
+def train(group: Any, *, steps: int = 5, warns: bool = False, **settings: Any) -> dict[str, Any]:
+    """Some steps; what came out, the same on every rank."""
+    if warns:
+        warnings.simplefilter("ignore")
+    model, _, step = training(group, **settings)
+    return outcome(model, [step() for _ in range(steps)])
+
+
+def flat(model: nn.Module) -> Tensor:
+    """θ."""
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
 
 
 def scattered(group: Any) -> list[float]:
@@ -113,7 +120,7 @@ def wrapped(group: Any) -> None:
 
 
 def outcome(model: nn.Module, reports: list[StepReport]) -> dict[str, Any]:
-    theta = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+    theta = flat(model)
     return {
         "theta": theta,
         "hash": hashlib.sha256(theta.numpy().tobytes()).hexdigest(),

@@ -110,12 +110,9 @@ def test_any_number_of_ranks_prints_the_same_losses(data: Path, tmp_path: Path) 
     assert held_out == error
 
 
-def test_float32_to_its_noise_and_reproducibly_to_the_last_digit(data: Path) -> None:
-    two = losses(2, data, "--reproducible")
-    assert losses(None, data, "--reproducible") == two
-    plain, _ = losses(None, data)
-    assert plain != two[0]
-    assert plain == pytest.approx(two[0], rel=5e-3)  # rounding, which the steps amplify: on the real digits to 2e-3
+def test_float32_to_its_noise(data: Path) -> None:
+    two, one = losses(2, data)[0], losses(None, data)[0]
+    assert one == pytest.approx(two, rel=5e-3)  # rounding, which the steps amplify: on the real digits to 2e-3
 
 
 @pytest.mark.parametrize("directory", [False, True])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from pathlib import Path
 
@@ -24,8 +23,7 @@ def test_killed_in_the_search_and_in_a_save_it_ends_as_if_left_alone(tmp_path: P
     plan = Plan(str(tmp_path / "killed"), kill_loop.STEPS, deaths=deaths)
     assert kill_loop.compare(plan, *kill_loop.torchrun(plan, kill_loop.R, 2), expected) == []
     assert [died["phase"] for died in kill_loop.entries(plan, "deaths")] == ["save", "search"]
-    # On two ranks and on three; the rest is the command's.
-    for text, wrong in itertools.islice(kill_loop.continue_elsewhere(tmp_path, expected), 2):
+    for text, wrong in kill_loop.continue_elsewhere(tmp_path, expected):
         assert not wrong, text
 
 

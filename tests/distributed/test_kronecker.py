@@ -37,11 +37,9 @@ class Network(nn.Module):
         return out
 
 
-def solve(
-    group: Any, reproducible: int = 0, fails_on: int = -1, odd_rank: int = -1, samples: int = 24, batch_size: int = 4
-) -> dict[str, Any]:
+def solve(group: Any, fails_on: int = -1, odd_rank: int = -1, samples: int = 24, batch_size: int = 4) -> dict[str, Any]:
     """D⁻¹w after some refreshes, put together; factors; which inverses this rank has."""
-    comm = Ranks(group, reproducible=reproducible).comm()
+    comm = Ranks(group).comm()
     model = Network().double()
     generator = torch.Generator().manual_seed(1)
     x = torch.randint(5, (samples, 4), generator=generator)
@@ -57,14 +55,12 @@ def solve(
 
     parameters = ParameterVector([{"params": list(model.parameters()), "weight_decay": 1e-3}])
     objective = Objective(closure, parameters, comm)
-    shares, of = comm.samples
-    batches = []
-    for number, share in enumerate(shares):
-        begin, end = share * samples // of, (share + 1) * samples // of
-        batches += [
-            Microbatch(torch.arange(i, j := min(i + batch_size, end)), j - i, share=number, position=i)
-            for i in range(begin, end, batch_size)
-        ]
+    shard, of = comm.shard_of_sets
+    begin, end = shard * samples // of, (shard + 1) * samples // of
+    batches = [
+        Microbatch(torch.arange(i, j := min(i + batch_size, end)), j - i, position=i)
+        for i in range(begin, end, batch_size)
+    ]
     prepared = Kronecker().prepare()
     factors: Factors | None = None
     for k in range(3):
@@ -96,14 +92,6 @@ def test_ranks_have_what_one_process_has(pool: Pool, samples: int, batch_size: i
                 assert torch.equal(result["factors"][name], results[0]["factors"][name])
         assert set().union(*(result["inverses"] for result in results)) == one["inverses"]
         assert all(result["inverses"] < one["inverses"] for result in results)
-
-
-def test_reproducible_means_the_same_bits(pool: Pool) -> None:
-    one = solve(None, reproducible=4)
-    for R in (1, 2, 4):
-        for result in pool.run(R, functools.partial(solve, reproducible=4)):
-            assert torch.equal(result["solved"], one["solved"])
-            assert all(torch.equal(x, result["factors"][name]) for name, x in one["factors"].items())
 
 
 def test_what_one_rank_finds_out_counts_for_all(pool: Pool) -> None:

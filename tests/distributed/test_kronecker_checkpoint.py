@@ -14,7 +14,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from krylov_descent import DEEP, KSD, Growing
-from krylov_descent.distributed import Ranks, checkpoint
+from krylov_descent.distributed import checkpoint
 from krylov_descent.distributed.manifest import MANIFEST
 from tests.distributed.pool import Pool
 from tests.distributed.test_kronecker import Network
@@ -22,10 +22,9 @@ from tests.distributed.test_kronecker import Network
 END = 18
 
 
-def build(group: Any = None, reproducible: int = 0, **settings: Any) -> tuple[nn.Module, KSD]:
+def build(group: Any = None, **settings: Any) -> tuple[nn.Module, KSD]:
     model = Network()
-    ranks = Ranks(group, reproducible=reproducible)
-    return model, KSD(model.parameters(), **{**DEEP, **settings}, process_group=ranks)
+    return model, KSD(model.parameters(), **{**DEEP, **settings}, process_group=group)
 
 
 def steps(model: nn.Module, optimizer: KSD, count: int, start: int = 60) -> list[float]:
@@ -40,11 +39,9 @@ def steps(model: nn.Module, optimizer: KSD, count: int, start: int = 60) -> list
     return [optimizer.step(closure, sets).loss for _ in range(count)]
 
 
-def run(
-    group: Any, begin: str | None, count: int, end: str | None, reproducible: int = 0, start: int = 60
-) -> dict[str, Any]:
+def run(group: Any, begin: str | None, count: int, end: str | None, start: int = 60) -> dict[str, Any]:
     """Some steps, from a checkpoint if one is named, and to another one."""
-    model, optimizer = build(group, reproducible)
+    model, optimizer = build(group)
     if begin is not None:
         assert checkpoint.load(begin, model, optimizer) == {}
     loaded = dict(optimizer.factors)
@@ -102,18 +99,15 @@ def test_a_resumed_run_takes_the_same_steps(pool: Pool, tmp_path: Path, R: int, 
 
 @pytest.mark.parametrize("start", [60, 300])
 def test_on_another_number_of_ranks(pool: Pool, tmp_path: Path, start: int) -> None:
-    work = functools.partial(run, reproducible=4, start=start)
-    whole = pool.run(4, work, None, END, None)[0]
-    stop = pause(whole["ages"])
-    pool.run(4, work, None, stop, str(tmp_path / "four"))
-    for R in (1, 2):
-        for rank in pool.run(R, work, str(tmp_path / "four"), END - stop, str(tmp_path / str(R))):
-            assert rank["losses"] == whole["losses"][stop:]
-            assert torch.equal(rank["theta"], whole["theta"])
-    # And in one process without a group, from what two ranks wrote.
-    model, optimizer = build()
-    checkpoint.load(tmp_path / "2", model, optimizer)
-    assert all(torch.equal(x, optimizer.factors[name]) for name, x in whole["factors"].items())
+    """The state is the same to the bit. A step from it is not: estimates outside of layers depend on micro-batches."""
+    work = functools.partial(run, start=start)
+    stop = pause(pool.run(4, work, None, END, None)[0]["ages"])
+    saved = pool.run(4, work, None, stop, str(tmp_path / "four"))[0]
+    one = run(None, str(tmp_path / "four"), 1, None, start)
+    for R in (1, 2, 3):
+        for rank in pool.run(R, work, str(tmp_path / "four"), 1, None):
+            assert all(torch.equal(x, rank["loaded"][name]) for name, x in saved["factors"].items())
+            assert rank["losses"] == pytest.approx(one["losses"], rel=1e-6)
 
 
 def test_without_inverses_or_factors_the_steps_would_be_others(tmp_path: Path) -> None:

@@ -1,17 +1,20 @@
-"""R ranks must do what one process does: the same steps, to rounding, or to the bit where that is asked for."""
+"""R ranks must do what one process does, to rounding; as many ranks do the same to the bit."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from krylov_descent import DEEP, Rational
+from krylov_descent import DEEP, PAPER, Rational
+from krylov_descent.distributed import checkpoint
 from tests.distributed.pool import Pool, RanksFailedError
-from tests.distributed.runs import scattered, train, wrapped
+from tests.distributed.runs import flat, scattered, train, training, wrapped
 
 RANKS = (2, 3, 4)
 
@@ -89,18 +92,69 @@ def test_float32_agrees_to_its_rounding(pool: Pool) -> None:
     ],
     ids=str,
 )
-def test_reproducible_means_the_same_bits(pool: Pool, settings: dict[str, Any]) -> None:
-    one = train(None, reproducible=8, **settings)
-    for R in (1, 2, 4):
-        for result in pool.run(R, functools.partial(train, reproducible=8, **settings)):
-            assert result["hash"] == one["hash"]
-            assert result["losses"] == one["losses"]
+def test_a_run_on_as_many_ranks_repeats_to_the_bit(pool: Pool, settings: dict[str, Any]) -> None:
+    work = functools.partial(train, **settings)
+    for R in (2, 3):
+        first, *others = [result for _ in range(2) for result in pool.run(R, work)]
+        for result in others:
+            assert result["hash"] == first["hash"]
+            assert result["losses"] == first["losses"]
 
 
-def test_reproducible_is_not_the_default(pool: Pool) -> None:
-    """Otherwise the test above would show nothing."""
-    one = train(None, dtype=torch.float32)
-    assert any(pool.run(R, functools.partial(train, dtype=torch.float32))[0]["hash"] != one["hash"] for R in RANKS)
+ONE_STEP: dict[str, dict[str, Any]] = {
+    "paper": PAPER,
+    "default": {},
+    "deep": {**DEEP, "growing": 60},
+    "all rows": {"basis": "rational"},
+}
+
+
+def step_from(group: Any, theta: Tensor | None, path: str, settings: dict[str, Any]) -> Tensor:
+    """θ after six steps, which are saved, or after one more from the state that was saved."""
+    model, optimizer, step = training(group, n=400, **settings)
+    if theta is None:
+        for _ in range(6):
+            step()
+        checkpoint.save(path, model, optimizer)
+    else:
+        assert checkpoint.load(path, model, optimizer) == {}
+        step()
+    return flat(model)
+
+
+@pytest.mark.parametrize("name", ONE_STEP)
+@pytest.mark.parametrize("saved_on", [1, 4])
+def test_one_step_from_the_same_state_agrees_with_any_number_of_ranks(
+    pool: Pool, tmp_path: Path, name: str, saved_on: int
+) -> None:
+    path, settings = str(tmp_path / "run"), ONE_STEP[name]
+    before = pool.run(saved_on, step_from, None, path, settings)[0]
+    one = step_from(None, before, path, settings)
+    assert not torch.equal(one, before)
+    for R in RANKS:
+        for theta in pool.run(R, step_from, before, path, settings):
+            torch.testing.assert_close(theta, one, rtol=1e-10, atol=1e-10)
+
+
+def state_elsewhere(group: Any, into_ranks: bool) -> str:
+    """What is said of a state_dict in parts in a run of one process, or the other way round."""
+    plain, ranked = training(None), training(group)
+    (_, source, step), (_, target, other) = (plain, ranked) if into_ranks else (ranked, plain)
+    step()
+    target.load_state_dict(source.state_dict())
+    try:
+        other()
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("into_ranks", [False, True])
+def test_a_state_in_parts_is_not_taken_for_a_whole_one(pool: Pool, into_ranks: bool) -> None:
+    """Or its vectors would be left behind."""
+    for said in pool.run(2, state_elsewhere, into_ranks):
+        assert "krylov_descent.distributed.checkpoint" in said
+        assert ("in one process" if into_ranks else "of 2 with") in said
 
 
 def test_a_narrow_wire_halves_what_is_sent_and_still_trains(pool: Pool) -> None:

@@ -83,8 +83,8 @@ class Problem:
         self.batch = next(iter(self.draw.a)) if probe is None else probe[0]
         self.few = self.batch
         if isinstance(self.sets, Subsets):
-            shares = -(-self.draw.sizes["A"] // _FEW)
-            small = self.sets.draw(0, krylov_dim=self.krylov_dim, shares=range(1), of_shares=shares)
+            shards = -(-self.draw.sizes["A"] // _FEW)
+            small = self.sets.draw(0, krylov_dim=self.krylov_dim, of_shards=shards)
             self.few = next(iter(small.a))
 
     def evaluate_few(self) -> Evaluation:
@@ -107,9 +107,9 @@ class Problem:
             batches = {"A": self.draw.a, "B": self.draw.b, "C": self.draw.c}[of]
             return next(iter(batches)), len(batches) if isinstance(batches, Sized) else 1
         number = -(-self.samples[of] // a.sample_set.batch_size)
-        # The set in as many shares as it has micro-batches: only the first is loaded.
-        share = self.sets.draw(0, krylov_dim=self.krylov_dim, shares=range(1), of_shares=number)
-        batches = {"A": share.a, "B": share.b, "C": share.c}[of]
+        # The set in as many shards as it has micro-batches: only the first is loaded.
+        first = self.sets.draw(0, krylov_dim=self.krylov_dim, of_shards=number)
+        batches = {"A": first.a, "B": first.b, "C": first.c}[of]
         return next(iter(batches)), number
 
     def direction(self) -> Tensor:

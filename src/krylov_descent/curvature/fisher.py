@@ -41,7 +41,7 @@ class FisherGraph(MicrobatchGraph):
         return self._linear.vjp([row_scaled(delta, s_z) for delta, s_z in zip(self._delta, s, strict=True)])
 
     @staticmethod
-    def share(weight: float) -> float:
+    def term_weight(weight: float) -> float:
         """δ is of the mean, so that gᵢ = N (w_b/W) Jᵢᵀδᵢ: squared weights in the sum over B."""
         return weight * weight
 

@@ -19,8 +19,8 @@ _ENDS = ("torch::autograd::DelayedError", "torch::autograd::Error")
 class MicrobatchGraph(ABC):
     """One kind of curvature on one micro-batch.
 
-    The product over B is norm(W, N) · Σ_b share(w_b) · product_b, with weights w_b of the micro-batches' means, W their
-    sum and N the number of samples; by default the mean.
+    The product over B is norm(W, N) · Σ_b term_weight(w_b) · product_b, with weights w_b of the micro-batches' means, W
+    their sum and N the number of samples; by default the mean.
     """
 
     product_cost: ClassVar[float]
@@ -36,7 +36,7 @@ class MicrobatchGraph(ABC):
         """v → this micro-batch's product, one tensor per parameter."""
 
     @staticmethod
-    def share(weight: float) -> float:
+    def term_weight(weight: float) -> float:
         """The factor of this micro-batch in the sum over B, from the weight of its mean."""
         return weight
 

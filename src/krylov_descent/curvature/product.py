@@ -15,11 +15,11 @@ from krylov_descent.curvature.convolution import LeanConvolutions
 from krylov_descent.curvature.gauss_newton import GaussNewtonGraph
 from krylov_descent.curvature.graph import MicrobatchGraph
 from krylov_descent.data import Microbatch
-from krylov_descent.distributed import attempt, inner, together
+from krylov_descent.distributed import attempt, together
 from krylov_descent.distributed.sharded import local_part
 from krylov_descent.objective import GRADIENT, Objective
 from krylov_descent.rows import Rows
-from krylov_descent.sums import ShareSums
+from krylov_descent.sums import WeightedSum
 from krylov_descent.twice import explained
 
 
@@ -27,7 +27,6 @@ class _Built(NamedTuple):
     graph: MicrobatchGraph
     weight: float
     samples: int
-    share: int
 
 
 class CurvatureProduct:
@@ -58,7 +57,7 @@ class CurvatureProduct:
         # One buffer [P] for all products: that of the result, where a rank keeps all of it.
         self._whole = out
         if out is not None and objective.comm.ranks > 1:
-            self._whole = objective.parameters.empty() if objective.comm.shares == 1 else None
+            self._whole = objective.parameters.empty()
         self._build_all(batches, memory_budget)
 
     @property
@@ -80,26 +79,24 @@ class CurvatureProduct:
         """v → Hv."""
         parameters, comm = self._objective.parameters, self._objective.comm
         views = parameters.unflatten(comm.all_gather(v, parameters.numel, row=True))
-        sums = ShareSums(parameters, comm, out=self._whole)
-        rows = torch.zeros(comm.shares, 2, dtype=torch.float64, device="cpu")
-        rows[0, 1] = self._masked_samples
+        total = WeightedSum(parameters, out=self._whole)
+        counted = torch.tensor([0.0, self._masked_samples], dtype=torch.float64, device="cpu")  # weight, samples
 
         def work() -> None:
-            for graph, weight, n, share in self._graphs():
+            for graph, weight, n in self._graphs():
                 # Checkpointed attention runs again here.
                 with explained(), sdpa_kernel(SDPBackend.MATH):
-                    sums.add(share, graph.product(views), self._kind.share(weight))
+                    total.add(graph.product(views), self._kind.term_weight(weight))
                 self._objective.sample_gradients += self._kind.product_cost * n
-                rows[share, 0] += weight
-                rows[share, 1] += n
+                counted[0] += weight
+                counted[1] += n
                 del graph  # before the next is rebuilt
-            sums.close()
 
         outcome = attempt(comm, work)
-        W, samples = comm.total(rows, outcome).tolist()
+        W, samples = comm.total(counted, outcome).tolist()
         require_weight(W)
         views.clear()  # a vector of P numbers
-        Hv = sums.over_ranks(self._kind.norm(W, samples), self._out)
+        Hv = total.over_ranks(comm, self._kind.norm(W, samples), self._out)
         self._objective.add_decay(Hv, v)
         return Hv
 
@@ -109,14 +106,14 @@ class CurvatureProduct:
         parameters, comm = objective.parameters, objective.comm
         rows = V.tensor()
         vectors = [parameters.unflatten(comm.all_gather(v, parameters.numel, row=True)) for v in rows]
-        sums = torch.zeros(comm.shares, m * m + 1, dtype=torch.float64, device="cpu")
+        sums = torch.zeros(m * m + 1, dtype=torch.float64, device="cpu")
 
         def work() -> None:
-            for graph, weight, n, share in self._graphs():
+            for graph, weight, n in self._graphs():
                 assert isinstance(graph, GaussNewtonGraph)
                 with explained(), sdpa_kernel(SDPBackend.MATH):
-                    sums[share, :-1] += weight * graph.gram(vectors).reshape(-1)
-                sums[share, -1] += weight
+                    sums[:-1] += weight * graph.gram(vectors).reshape(-1)
+                sums[-1] += weight
                 objective.sample_gradients += graph.image_cost * m * n
                 del graph  # before the next is rebuilt
 
@@ -127,11 +124,11 @@ class CurvatureProduct:
         if not any(parameters.decay):
             return H
         if len(set(parameters.decay)) == 1:  # one c for all: V cI Vᵀ needs no other vector
-            return H + parameters.decay[0] * inner(comm, rows.shape[1], V.gram).to(H)
+            return H + parameters.decay[0] * comm.sum(V.gram()).to(H)
         for j, v in enumerate(rows):
             decay = torch.zeros_like(v)
             objective.add_decay(decay, v)
-            H[:, j] += inner(comm, len(v), lambda piece, x=decay: V.dots(x, piece)).to(H)  # type: ignore[misc]
+            H[:, j] += comm.sum(V.dots(decay)).to(H)
         return H
 
     def _keep(self, batch: Microbatch, memory_budget: int | None) -> None:
@@ -170,7 +167,7 @@ class CurvatureProduct:
             with explained():
                 graph = self._kind(evaluation, self._objective.parameters.params)
         self._objective.sample_gradients += GRADIENT * evaluation.samples  # a forward and a backward pass
-        return _Built(graph, evaluation.weight, evaluation.samples, evaluation.share)
+        return _Built(graph, evaluation.weight, evaluation.samples)
 
     def _evaluate(self, batch: Microbatch) -> Evaluation:
         if not self._kind.first_order:

@@ -3,9 +3,6 @@
 Letters: P parameters, R ranks, P_local the part of a vector that one rank keeps, padded by zeros to the same length on
 every rank. Every rank holds θ whole; V, g, D, d_prev and the point before it are kept in parts. On one process all of
 this is the identity, so there is one Algorithm 2 and one Algorithm 3 for any R.
-
-A rank may stand for several shares, each with its own samples and its own piece of every vector. Sums are then taken
-share by share in a fixed order, whoever holds them, so that the same bits come out for another R.
 """
 
 from __future__ import annotations
@@ -44,8 +41,7 @@ class Comm(Protocol):
     Attributes:
         rank: of this process, from 0.
         ranks: R.
-        shares: that this rank stands for; one, unless sums are to be the same for any R.
-        samples: which shares of the sets this rank evaluates, and into how many they are cut.
+        shard_of_sets: which shard of the sets this rank evaluates, and into how many they are cut.
         as_parameters: whether vectors are kept as the parameters are: whole in one process, or in the parameters' own
             placements.
         sent: bytes sent to other ranks so far.
@@ -53,17 +49,16 @@ class Comm(Protocol):
 
     rank: int
     ranks: int
-    shares: int
-    samples: tuple[range, int]
+    shard_of_sets: tuple[int, int]
     as_parameters: bool
     sent: int
 
     def sum(self, x: Tensor) -> Tensor:
-        """[shares, …] → […]: the sum of small tensors, of inner products of parts, over shares and ranks."""
+        """The sum of a small tensor over ranks: completes inner products of parts."""
         ...
 
     def total(self, x: Tensor, failure: Exception | None = None) -> Tensor:
-        """[shares, …] → […]: the sum of small tensors, of losses, weights and counts, over all samples.
+        """The sum over all samples of a small tensor: losses, weights, counts.
 
         Raises:
             Exception: ``failure``, what went wrong on this rank before the call.
@@ -101,20 +96,19 @@ class SingleProcess:
 
     rank = 0
     ranks = 1
-    shares = 1
-    samples = (range(1), 1)
+    shard_of_sets = 0, 1
     as_parameters = True
     sent = 0
 
     def sum(self, x: Tensor) -> Tensor:
-        """Return the only share of ``x``."""
-        return x[0]
+        """Return ``x``."""
+        return x
 
     def total(self, x: Tensor, failure: Exception | None = None) -> Tensor:
-        """Return the only share of ``x``."""
+        """Return ``x``."""
         if failure is not None:
             raise failure
-        return x[0]
+        return x
 
     def dot(self, x: Tensor, y: Tensor) -> Tensor:
         """x·y."""
@@ -146,43 +140,21 @@ def part_length(comm: Comm, numel: int) -> int:
     return comm.shard(torch.empty(numel, device="meta")).numel()
 
 
-def inner(comm: Comm, numel: int, product: Callable[[slice], Tensor]) -> Tensor:
-    """Σ product(piece) over the pieces of vectors [P_local] that belong to each share, and over ranks.
+def stacked(comm: Comm, x: Tensor) -> Tensor:
+    """[R, …]: the small tensors of all ranks, in their order.
 
     Example:
-        >>> x = torch.tensor([3.0, 4.0])
-        >>> inner(SingleProcess(), 2, lambda piece: x[piece] @ x[piece])
-        tensor(25.)
-    """
-    length = numel // comm.shares
-    pieces = [slice(i * length, (i + 1) * length) for i in range(comm.shares)]
-    return comm.sum(torch.stack([product(piece) for piece in pieces]))
-
-
-def stacked(comm: Comm, numel: int, part: Callable[[slice], Tensor]) -> Tensor:
-    """[all shares of all ranks, …]: part(piece) of the pieces of vectors [P_local] that belong to each share.
-
-    Example:
-        >>> x = torch.tensor([3.0, 4.0])
-        >>> stacked(SingleProcess(), 2, lambda piece: x[piece])
+        >>> stacked(SingleProcess(), torch.tensor([3.0, 4.0]))
         tensor([[3., 4.]])
     """
-
-    def placed(piece: slice) -> Tensor:
-        own = part(piece)
-        everyone = own.new_zeros(comm.ranks * comm.shares, *own.shape)
-        everyone[comm.rank * comm.shares + piece.start // max(1, numel // comm.shares)] = own
-        return everyone
-
-    return inner(comm, numel, placed)
+    everyone = x.new_zeros(comm.ranks, *x.shape)
+    everyone[comm.rank] = x
+    return comm.sum(everyone)
 
 
-def added(comm: Comm, x: Tensor | float, failure: Exception | None = None) -> Tensor:
-    """A small tensor on the CPU, or a number, added over the ranks, with the news of a failure of this one."""
-    x = x if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.float64, device="cpu")
-    shares = torch.zeros(comm.shares, *x.shape, dtype=x.dtype, device=x.device)
-    shares[0] = x
-    return comm.total(shares, failure)
+def added(comm: Comm, x: float, failure: Exception | None = None) -> float:
+    """The sum of a number over the ranks; raises a failure of any of them, as ``comm.total`` does."""
+    return float(comm.total(torch.tensor(x, dtype=torch.float64, device="cpu"), failure))
 
 
 def attempt(comm: Comm, work: Callable[[], object]) -> Exception | None:
@@ -206,4 +178,4 @@ def together(comm: Comm, work: Callable[[], object]) -> None:
     """Do what concerns this rank only; if it fails on one of them, it fails on all."""
     failure = attempt(comm, work)
     if comm.ranks > 1:
-        comm.total(torch.zeros(comm.shares, 0, dtype=torch.float64, device="cpu"), failure)
+        comm.total(torch.zeros(0, dtype=torch.float64, device="cpu"), failure)

@@ -34,7 +34,7 @@ class MeshComm:
             )
         self._mesh = meshes.pop()
         self.rank, self.ranks = self._mesh.get_rank(), self._mesh.size()
-        self.shares, self.samples, self.as_parameters = 1, (range(1), 1), True
+        self.shard_of_sets, self.as_parameters = (0, 1), True
         self.sent = 0
         self._sizes = list(sizes)
         # Which parameters are held alike along which dimensions of the mesh.
@@ -54,17 +54,17 @@ class MeshComm:
 
     def sum(self, x: Tensor) -> Tensor:
         """Over all ranks of the mesh."""
-        return self._reduced(x[0], dist.ReduceOp.SUM)
+        return self._reduced(x, dist.ReduceOp.SUM)
 
     def max(self, x: Tensor) -> Tensor:
         """Over all ranks of the mesh."""
         return self._reduced(x, dist.ReduceOp.MAX)
 
     def total(self, x: Tensor, failure: Exception | None = None) -> Tensor:
-        """Return the only share of ``x``: every rank has evaluated all samples."""
+        """Return ``x``: every rank has evaluated all samples."""
         if float(self.max(torch.tensor(float(failure is not None), device="cpu"))):
             raise failure or RankError("Another rank of the mesh failed, so this one cannot go on.", connected=True)
-        return x[0]
+        return x
 
     def dot(self, x: Tensor, y: Tensor) -> Tensor:
         """Over all ranks."""

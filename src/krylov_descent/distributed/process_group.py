@@ -1,7 +1,6 @@
 """Collectives by torch.distributed: replicated θ, everything else in parts.
 
-Letters: P parameters, R ranks, S shares in all, s = ⌈P/R⌉ the length of a rank's part (⌈P/S⌉ of each of its shares),
-rank r keeping positions [r·s, (r+1)·s).
+Letters: P parameters, R ranks, s = ⌈P/R⌉ the length of a rank's part, rank r keeping positions [r·s, (r+1)·s).
 
 Sums of P numbers go by all-to-all: every rank receives R pieces of its own part and adds them up itself, in the order
 of the ranks. That moves (R−1)/R·P numbers per rank, half of an all-reduce, where gloo's own reduce-scatter moves those
@@ -24,7 +23,6 @@ from krylov_descent.distributed.comm import Comm, RankError, SingleProcess
 ProcessGroup = dist.ProcessGroup
 
 _BUCKET = 1 << 20  # elements that are on their way at a time
-_ALIGNED = 64  # elements: pieces of shares begin where vector instructions like them to, whoever holds them
 _MESSAGE = 2048  # bytes of an error's text
 
 # Its name since PyTorch 2.13.
@@ -40,72 +38,49 @@ class Ranks:
         wire: dtype in which gradients, products and rows of V travel; None is their own. ``torch.bfloat16`` halves the
             bytes for float32 parameters; sums are still taken in float32. Rows of V are then stored in it too, so that
             all ranks mean the same row. Steps and search directions travel as they are.
-        reproducible: 0, or the number of fixed shares in which samples and vectors are cut: the same bits then come out
-            for every R that divides it, all of them powers of two, as long as every process has the same number of
-            threads. docs/scaling.md has its cost.
 
     Example:
         >>> import torch
         >>> from krylov_descent import KSD
         >>> from krylov_descent.distributed import Ranks
-        >>> optimizer = KSD([torch.nn.Parameter(torch.ones(3))], process_group=Ranks(None, reproducible=8))
+        >>> optimizer = KSD([torch.nn.Parameter(torch.ones(3))], process_group=Ranks(None, wire=torch.bfloat16))
     """
 
     group: Any = None
     wire: torch.dtype | None = None
-    reproducible: int = 0
 
     def __post_init__(self) -> None:
         if self.wire is not None and not (isinstance(self.wire, torch.dtype) and self.wire.is_floating_point):
             raise ValueError(f"Ranks(wire={self.wire!r}): must be a floating-point torch.dtype or None.")
-        shares = self.reproducible
-        if not isinstance(shares, int) or shares < 0 or shares & (shares - 1):
-            raise ValueError(f"Ranks(reproducible={shares!r}): must be 0 or a power of two, for example 8.")
-        if shares and self.wire is not None:
-            raise ValueError(
-                f"Ranks(wire={self.wire}, reproducible={shares}): what is rounded on the wire depends on the number of "
-                "ranks. Use one of the two."
-            )
 
     def comm(self) -> Comm:
         """The collectives of these ranks.
 
         Raises:
-            ValueError: the group is none, does not contain this process, or has too many ranks.
+            ValueError: the group is none, or does not contain this process.
         """
         if self.group is None:
-            return GroupComm(None, self.wire, self.reproducible) if self.reproducible else SingleProcess()
+            return SingleProcess()
         if not isinstance(self.group, ProcessGroup):
             raise ValueError(
                 f"process_group={self.group!r}: must be a torch.distributed process group, krylov_descent.distributed."
                 "Ranks(...), or None. After init_process_group, that of all ranks is torch.distributed.group.WORLD."
             )
-        R = dist.get_world_size(self.group)
-        if self.reproducible and (self.reproducible % R or R & (R - 1)):
-            raise ValueError(
-                f"Ranks(reproducible={self.reproducible}) on {R} ranks: the number of ranks must be a power of two "
-                "that divides it. Use another number of either."
-            )
-        if R == 1 and not self.reproducible:
-            return SingleProcess()
-        return GroupComm(self.group, self.wire, self.reproducible)
+        return SingleProcess() if dist.get_world_size(self.group) == 1 else GroupComm(self.group, self.wire)
 
 
 class GroupComm:
     """The ranks of a process group."""
 
-    def __init__(self, group: Any, wire: torch.dtype | None = None, reproducible: int = 0) -> None:
+    def __init__(self, group: Any, wire: torch.dtype | None = None) -> None:
         self.group = group
-        self.rank = 0 if group is None else dist.get_rank(group)
-        self.ranks = 1 if group is None else dist.get_world_size(group)
-        self.shares = reproducible // self.ranks if reproducible else 1
-        self.samples = range(self.rank * self.shares, (self.rank + 1) * self.shares), self.ranks * self.shares
+        self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
+        self.shard_of_sets = self.rank, self.ranks
         self.as_parameters = False
         self.sent = 0
         self._wire = wire
-        self._fixed = reproducible > 0
         # NCCL takes tensors of its own device only.
-        nccl = group is not None and "nccl" in dist.get_backend(group)
+        nccl = "nccl" in dist.get_backend(group)
         self._device = torch.device("cuda", torch.cuda.current_device()) if nccl else None
 
     def sum(self, x: Tensor) -> Tensor:
@@ -117,20 +92,14 @@ class GroupComm:
         return x @ y
 
     def total(self, x: Tensor, failure: Exception | None = None) -> Tensor:
-        """Sums in float64; the order of shares is kept, or that of the engine taken, where it need not be fixed."""
-        rows = x.detach().reshape(self.shares, -1).to(self._device or "cpu", torch.float64)
-        flag = torch.full((self.shares, 1), float(failure is not None), dtype=torch.float64, device=rows.device)
-        rows = torch.cat([rows, flag], dim=1)
-        if self._fixed:
-            total = _ordered_sum(self._gathered(rows))
-        else:
-            total = rows.sum(0)
-            if self.ranks > 1:
-                self._call(dist.all_reduce, total)
-                self.sent += 2 * total.nbytes * (self.ranks - 1) // self.ranks
+        """Sums in float64, with the news of a failure."""
+        numbers = x.detach().reshape(-1).to(self._device or "cpu", torch.float64)
+        total = torch.cat([numbers, numbers.new_full((1,), float(failure is not None))])
+        self._call(dist.all_reduce, total)
+        self.sent += 2 * total.nbytes * (self.ranks - 1) // self.ranks
         if float(total[-1]) != 0:
             self._fail(failure)
-        return total[:-1].reshape(x.shape[1:]).to(x.device, x.dtype)
+        return total[:-1].reshape(x.shape).to(x.device, x.dtype)
 
     def max(self, x: Tensor) -> Tensor:
         """Elementwise; NaN on any rank is NaN on all."""
@@ -151,18 +120,14 @@ class GroupComm:
                 a, b = r * s + i, min(r * s + j, P)
                 if a < b:
                     outgoing[r, : b - a] = x[a:b]
-            incoming = outgoing
-            if R > 1:
-                incoming = torch.empty_like(outgoing)
-                self._call(dist.all_to_all_single, incoming, outgoing)
-                self.sent += outgoing.nbytes // R * (R - 1)
+            incoming = torch.empty_like(outgoing)
+            self._call(dist.all_to_all_single, incoming, outgoing)
+            self.sent += outgoing.nbytes // R * (R - 1)
             out[i:j] = _ordered_sum(incoming.to(x.dtype))
         return out
 
     def all_gather(self, x: Tensor, numel: int, *, row: bool = False) -> Tensor:
         """Parts of equal length, so padded; rows of V may travel in the wire's dtype."""
-        if self.ranks == 1:
-            return x[:numel]
         given = x.to(self._wire) if row and self._wire else x
         whole = given.new_empty(self.ranks * given.numel())
         self._call(all_gather, whole, given.contiguous())
@@ -177,17 +142,11 @@ class GroupComm:
 
     def bounds(self, numel: int) -> tuple[int, int]:
         """[r·s, (r+1)·s)."""
-        if self._fixed:
-            pieces = self.shares * self.ranks
-            s = self.shares * (-(-numel // (pieces * _ALIGNED)) * _ALIGNED)
-        else:
-            s = -(-numel // self.ranks)
+        s = -(-numel // self.ranks)
         return self.rank * s, (self.rank + 1) * s
 
     def _gathered(self, rows: Tensor) -> Tensor:
         """[n, k] → [R·n, k]."""
-        if self.ranks == 1:
-            return rows
         gathered = rows.new_empty(self.ranks * rows.shape[0], rows.shape[1])
         self._call(all_gather, gathered, rows.contiguous())
         self.sent += rows.nbytes * (self.ranks - 1)
@@ -219,7 +178,7 @@ class GroupComm:
 
 
 def _ordered_sum(rows: Tensor) -> Tensor:
-    """[n, …] → […]: neighbours first, then pairs of neighbours, as a share that holds many of them does."""
+    """[n, …] → […]: neighbours first, then pairs of neighbours."""
     while rows.shape[0] > 1:
         n = rows.shape[0] // 2 * 2
         rows = torch.cat([rows[0:n:2] + rows[1:n:2], rows[n:]])
