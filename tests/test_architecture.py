@@ -138,7 +138,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "state": {"basis", "carry", "confirmation", "distributed", "distributed.sharded", "memory", "parameters"},
     "sealing": {"distributed.sharded"},
-    "atomic": {"distributed", "memory", "parameters"},
+    "atomic": {"distributed", "parameters"},
     "precision": set(),
     "base": {
         "compiled",

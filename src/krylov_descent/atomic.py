@@ -13,14 +13,12 @@ import torch
 from torch import Tensor
 
 from krylov_descent.distributed import Comm
-from krylov_descent.memory import Memory
 from krylov_descent.parameters import ParameterVector
 
 
-def standing(parameters: ParameterVector, memory: Memory, comm: Comm) -> Callable[[], Tensor]:
-    """→ θ [P] as it is now: from what is remembered, if that is where it is, which spares a copy."""
+def standing(parameters: ParameterVector, x: Tensor | None, d: Tensor | None, comm: Comm) -> Callable[[], Tensor]:
+    """→ θ [P] as it is now: from a point x and the step d taken from it, if they lead there, which spares a copy."""
     theta = parameters.read()
-    x, d = memory.accepted, memory.d_prev
     if comm.ranks > 1 or x is None or d is None:
         return lambda: theta
 

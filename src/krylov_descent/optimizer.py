@@ -170,7 +170,7 @@ class KSD(ClosureOptimizer):
         source = repr(sets) if isinstance(sets, Subsets) else type(sets).__name__  # all that others can be compared by
         settings = zlib.crc32(f"{self._options.shared()} {decays} {source}".encode())
         require_same(self._comm, parameters, (memory.iteration, memory.seed, self._options.krylov_dim, settings))
-        theta = standing(parameters, memory, self._comm)
+        theta = standing(parameters, memory.accepted, memory.d_prev, self._comm)
         with AsBefore(parameters, theta, self.state), torch.enable_grad(), self._full_precision(), lean_graphs():
             objective, draw_sets = self._prepare(closure, sets, memory, parameters)
             self._builder.require_room(objective)
@@ -212,7 +212,7 @@ class KSD(ClosureOptimizer):
         no_inference_mode()
         parameters = self._parameters()
         memory = self._remember(parameters)
-        theta = standing(parameters, memory, self._comm)
+        theta = standing(parameters, memory.accepted, memory.d_prev, self._comm)
         with AsBefore(parameters, theta, self.state), torch.enable_grad(), self._full_precision(), lean_graphs():
             objective, draw_sets = self._prepare(closure, sets, memory, parameters)
             settlement, settled = settle(objective, draw_sets(memory), memory)
