@@ -1,7 +1,7 @@
 """Measure KSD against the bare engine and against others: `python -m benchmarks [section ...]`.
 
 Every figure is a ratio of times taken in turn within one run: medians, and quartiles in brackets. Sections: products,
-fisher, kronecker, step, compiling, memory, growth, rational, ranks; without a name, all of them (about three quarters
+fisher, kronecker, step, memory, growth, rational, ranks; without a name, all of them (about three quarters
 of an hour on two cores; --quick: a quarter). A section's results are added to the JSON file as soon as they are known.
 """
 
@@ -23,10 +23,9 @@ import torch
 from experiments.curves import curves
 from experiments.networks import autoencoder
 
-from benchmarks import compiling, fisher, growth, kronecker, memory, problems, products, ranks, rational, step
+from benchmarks import fisher, growth, kronecker, memory, problems, products, ranks, rational, step
 from benchmarks.problems import Problem
 from benchmarks.timing import Ratio
-from krylov_descent.data import Microbatch
 
 # glibc gives large blocks back to the system and takes them anew, page by page, for every temporary: which candidate
 # pays for it is chance. A process that keeps its memory has none of that noise, and is faster.
@@ -80,24 +79,6 @@ def run_step(quick: bool) -> dict[str, Any]:
     return found
 
 
-def run_compiling(quick: bool) -> dict[str, Any]:
-    """Passes without ÷ with compile=True."""
-    rounds = 21 if quick else 101
-    found: dict[str, Any] = {}
-    for width, points in ((20, 100), (50, 1000)):
-        params, closure = compiling.pinn(width, points)
-        batch = Microbatch(None, None)
-        found[f"PINN, width {width}, {points} points"] = compiling.measure(params, closure, batch, rounds)
-    for problem in (
-        problems.autoencoder("CURVES autoencoder, 1000 samples", problems.CURVES, 1000),
-        problems.convolutional(256),
-        problems.lstm(128),
-        problems.transformer(16),
-    ):
-        found[problem.name] = compiling.of_problem(problem, rounds // 3)
-    return found
-
-
 def run_memory(quick: bool) -> dict[str, Any]:
     """What a smaller memory costs."""
     problem = trainable("CURVES autoencoder", problems.CURVES, 20_000)
@@ -130,7 +111,6 @@ SECTIONS: dict[str, Callable[[bool], dict[str, Any]]] = {
     "fisher": run_fisher,
     "kronecker": run_kronecker,
     "step": run_step,
-    "compiling": run_compiling,
     "memory": run_memory,
     "growth": run_growth,
     "rational": run_rational,

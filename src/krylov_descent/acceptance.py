@@ -63,9 +63,7 @@ def loss_taken(objective: Objective, draw: StepSets, before: float) -> float | N
 
     The search came to its best point line by line; the step is rounded from V̄a at once, which is another point.
     """
-    # Compiled passes round otherwise: only what is computed alike is compared.
-    compiled = objective.compiled is not None
-    after = objective.differentiate(draw.c).losses.mean if compiled else objective.value(draw.c).mean
+    after = objective.value(draw.c).mean
     rounding = relative_noise(objective.parameters.params[0].dtype) * abs(before)
     return after if after <= before + rounding else None
 

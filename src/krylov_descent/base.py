@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from krylov_descent.compiled import CompiledPasses
 from krylov_descent.data import Subsets
 from krylov_descent.distributed import Comm, SingleProcess
 from krylov_descent.distributed.sharded import is_sharded
@@ -139,13 +138,7 @@ class ClosureOptimizer(Optimizer):
         first: Tensor = next(p for group in self.param_groups for p in group["params"])
         return first
 
-    def _objective(
-        self,
-        closure: Callable[..., Any],
-        sets: Subsets | None,
-        parameters: ParameterVector,
-        compiled: CompiledPasses | None = None,
-    ) -> Objective:
+    def _objective(self, closure: Callable[..., Any], sets: Subsets | None, parameters: ParameterVector) -> Objective:
         """The objective over the groups as they are now.
 
         Raises:
@@ -170,9 +163,7 @@ class ClosureOptimizer(Optimizer):
         call = closure if sets is not None else (lambda _: closure())
         # Its code and not itself, which may hold data that should die with it.
         identity = getattr(closure, "__code__", type(closure))
-        if compiled is not None:
-            compiled.start((identity, *map(id, parameters.params)))
-        objective = Objective(call, parameters, self._comm, identity, compiled)
+        objective = Objective(call, parameters, self._comm, identity)
         objective.tell = self.on_progress or nobody
         return objective
 

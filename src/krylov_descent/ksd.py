@@ -189,8 +189,7 @@ def _descend(
 
     all_grown = draw.grows and draw.covers_all  # before that, nothing was gained along steps before the last
     subspace: Subspace | None = None
-    # Compiled passes round otherwise: what the search compares comes from one of the two.
-    known = (losses.mean, g) if draw.searches_all and objective.compiled is None else None
+    known = (losses.mean, g) if draw.searches_all else None
     kept = g if known or confirmation is not None or settings.search.model is not None else None
     if grad_norm > 0:
         d_prev = memory.d_prev

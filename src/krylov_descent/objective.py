@@ -18,7 +18,6 @@ from torch import Tensor
 
 from krylov_descent import closure as closures
 from krylov_descent.closure import BatchClosure, Evaluation
-from krylov_descent.compiled import CompiledPasses, Pass
 from krylov_descent.data import Microbatch
 from krylov_descent.distributed import Comm, attempt
 from krylov_descent.parameters import ParameterVector
@@ -104,22 +103,13 @@ def _as_it_is(evaluate: Callable[[], Evaluation]) -> Evaluation:
 class Objective:
     """f, ∇f and evaluations on micro-batches; counts what they cost in ``sample_gradients``."""
 
-    def __init__(
-        self,
-        closure: BatchClosure,
-        parameters: ParameterVector,
-        comm: Comm,
-        identity: object = None,
-        compiled: CompiledPasses | None = None,
-    ) -> None:
+    def __init__(self, closure: BatchClosure, parameters: ParameterVector, comm: Comm, identity: object = None) -> None:
         self.parameters = parameters
         self.identity = identity
         """Tells one closure from another, for what is remembered about it from step to step."""
         self.comm = comm
         self.sample_gradients = 0.0
         self.tell: Tell = nobody
-        self.compiled = compiled
-        """Takes the passes without statistics, if given."""
         self.first_look: Callable[[Callable[[], Evaluation]], Evaluation] = _as_it_is
         """Takes the first evaluation of a step, and may refuse it."""
         self._closure = closure
@@ -228,12 +218,6 @@ class Objective:
         self, batch: Microbatch, statistics: Statistics | None, total: WeightedSum
     ) -> tuple[Tensor, float]:
         """Add one micro-batch's weighted gradient; its graph dies with this call, before the next is built."""
-        if statistics is None and self.compiled is not None:
-            one = self.compiled.take(self._closure, self.parameters.params, batch.data, lambda: self._pass(batch))
-            if one.weight > 0:
-                total.add(one.gradient, one.weight)
-            self.sample_gradients += GRADIENT * one.samples
-            return one.loss, one.weight
         with nullcontext() if statistics is None else statistics.watch():
             evaluation = self.evaluate(batch)
         if statistics is None and evaluation.weight > 0 and not bool(evaluation.loss.isfinite()):
@@ -249,11 +233,6 @@ class Objective:
             total.add(gradient, evaluation.weight)
         self.sample_gradients += GRADIENT * evaluation.samples
         return evaluation.loss.detach(), evaluation.weight
-
-    def _pass(self, batch: Microbatch) -> Pass:
-        evaluation = self.evaluate(batch)
-        gradient = self._differentiate(evaluation)
-        return Pass(evaluation.loss.detach(), evaluation.weight, evaluation.samples, gradient)
 
     def _differentiate(self, evaluation: Evaluation, wanted: Sequence[Tensor] = ()) -> tuple[Tensor | None, ...]:
         inputs = (*self.parameters.params, *wanted)

@@ -15,7 +15,6 @@ from krylov_descent.atomic import AsBefore, standing
 from krylov_descent.base import ClosureOptimizer
 from krylov_descent.budget import Storage
 from krylov_descent.closure import no_inference_mode
-from krylov_descent.compiled import CompiledPasses
 from krylov_descent.consistency import check_consistency, steady
 from krylov_descent.data import Draw, Subsets
 from krylov_descent.distributed import Comm, ProcessGroup, Ranks, SingleProcess, together
@@ -81,8 +80,6 @@ class KSD(ClosureOptimizer):
         memory_budget: bytes that V, Kronecker factors and the graphs of B may take. Graphs that do not fit are rebuilt
             for every product, which the first step announces; the rest is refused, with what would fit. None: no limit.
         storage: of V: ``Storage(dtype=torch.bfloat16)`` halves it, ``Storage(device="cpu")`` keeps it in host memory.
-        compile: trace and compile the passes over C. Worth its half minute for small networks and long runs; a closure
-            that cannot be traced runs without, with a warning (docs/performance.md has figures).
         seed: of the random signs in the Fisher diagonal.
         process_group: a torch.distributed group whose ranks take one step together: each its share of the sets, and
             1/R of V. All hold the same parameters and call ``step`` with the same closure and sets (docs/scaling.md).
@@ -105,7 +102,7 @@ class KSD(ClosureOptimizer):
         True
     """
 
-    _KEPT = ("_options", "_builder", "_settings", "_compiled")
+    _KEPT = ("_options", "_builder", "_settings")
 
     def __init__(
         self,
@@ -121,7 +118,6 @@ class KSD(ClosureOptimizer):
         rollback: bool = True,
         memory_budget: int | None = None,
         storage: Storage = Storage(),  # noqa: B008 — frozen
-        compile: bool = False,
         seed: int = 0,
         process_group: ProcessGroup | Ranks | None = None,
     ) -> None:
@@ -136,13 +132,11 @@ class KSD(ClosureOptimizer):
             rollback,
             memory_budget,
             storage,
-            compile,
             seed,
         ).wired(ranks.wire)
         self._options = options
         self._builder = options.builder()
         self._settings = options.settings(self._builder)
-        self._compiled = CompiledPasses() if compile else None
         super().__init__(params, weight_decay, ranks.comm())
 
     def step(  # type: ignore[override]
@@ -224,14 +218,14 @@ class KSD(ClosureOptimizer):
         self, closure: Callable[..., Any], sets: Subsets | None, memory: Memory, parameters: ParameterVector
     ) -> tuple[Objective, Callable[[Memory], StepSets]]:
         """The objective over the groups as they are now, and what draws the sets of this iteration."""
-        objective = self._objective(closure, sets, parameters, self._compiled)
+        objective = self._objective(closure, sets, parameters)
         return objective, drawing(sets, memory.iteration, self._options.krylov_dim, self._comm)
 
     def _mesh_comm(self, parameters: ParameterVector) -> Comm:
-        if not isinstance(self._comm, (SingleProcess, MeshComm)) or self._compiled is not None:
+        if not isinstance(self._comm, (SingleProcess, MeshComm)):
             raise ValueError(
-                "The parameters are DTensors, which have a mesh of their own: process_group and compile=True do not go "
-                "with them. For data parallelism give the mesh a dimension along which parameters are Replicate()."
+                "The parameters are DTensors, which have a mesh of their own: process_group does not go with them. "
+                "For data parallelism give the mesh a dimension along which parameters are Replicate()."
             )
         return MeshComm(parameters.params, parameters.sizes)
 

@@ -37,7 +37,6 @@ class Options:
     rollback: bool
     memory_budget: int | None
     storage: Storage
-    compile: bool
     seed: int
 
     def __post_init__(self) -> None:
@@ -107,4 +106,4 @@ class Options:
         given = self._given()
         name = given if isinstance(given, (Fisher, Kronecker)) else type(given).__name__
         told = (self.basis, self.curvature, name, self.previous, self.search, self.rollback)
-        return repr((*told, self.memory_budget, self.storage, self.compile))
+        return repr((*told, self.memory_budget, self.storage))

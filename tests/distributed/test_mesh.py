@@ -206,8 +206,6 @@ def refusals(group: Any, which: str) -> None:
         HessianFree(model.parameters()).step(lambda: (None, None))
     elif which == "group":
         KSD(model.parameters(), process_group=group).step(lambda: (None, None))
-    elif which == "compile":
-        KSD(model.parameters(), compile=True).step(lambda: (None, None))
     elif which == "checkpoint":
         KSD(model.parameters()).sharded_state()
     else:
@@ -220,7 +218,6 @@ def refusals(group: Any, which: str) -> None:
     [
         ("baseline", "HessianFree was given DTensor parameters"),
         ("group", "mesh of their own"),
-        ("compile", "mesh of their own"),
         ("checkpoint", "get_state_dict"),
         ("rational", "basis='rational' cannot be used with parameters on a mesh"),
         ("kronecker", "preconditioner='kronecker' cannot be used with parameters on a mesh"),

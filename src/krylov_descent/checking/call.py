@@ -82,7 +82,7 @@ def _explained(problem: Problem, error: Exception, trace: Trace, watch: Backward
             "closure",
             "fail",
             "The closure calls a compiled model (torch.compile), which cannot be differentiated twice.",
-            "Call the uncompiled model in the closure; KSD(compile=True) compiles what can be.",
+            "Call the uncompiled model in the closure.",
         )
     text = str(error)
     of_dtype = _DTYPE.search(text) is not None

@@ -16,7 +16,7 @@ from krylov_descent.curvature import CURVATURES
 _REMEDIES = {
     "EmbeddingBag": "Use nn.Embedding(...) and .mean(1) (or .sum(1)) in its place.",
     "CheckpointFunction": "Use torch.utils.checkpoint.checkpoint(..., use_reentrant=False).",
-    "CompiledFunction": "Call the uncompiled model in the closure; KSD(compile=True) compiles what can be.",
+    "CompiledFunction": "Call the uncompiled model in the closure.",
     "WeightNorm": (
         "weight_norm(..., dim=None), one scale for a whole layer, is right; so is the normalisation in plain "
         "operations, g * v / v.norm(dim=1, keepdim=True)."

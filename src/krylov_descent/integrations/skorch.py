@@ -100,7 +100,7 @@ class KSDNet(NeuralNet):  # type: ignore[misc]
     def torch_compile(self, module: Any, name: str) -> Any:
         """Refuse ``compile=True``: a compiled module cannot be differentiated twice, as KSD does."""
         if self.compile:
-            raise ValueError("compile=True does not go with KSD; optimizer__compile=True compiles the search's passes.")
+            raise ValueError("compile=True does not go with KSD, which differentiates twice. Leave it out.")
         return module
 
     def get_params_for_optimizer(self, prefix: str, named_parameters: Any) -> tuple[Any, dict[str, Any]]:
