@@ -1,8 +1,8 @@
 """Measure KSD against the bare engine and against others: `python -m benchmarks [section ...]`.
 
 Every figure is a ratio of times taken in turn within one run: medians, and quartiles in brackets. Sections: products,
-fisher, kronecker, step, memory, growth, rational, ranks; without a name, all of them (about three quarters
-of an hour on two cores; --quick: a quarter). A section's results are added to the JSON file as soon as they are known.
+fisher, kronecker, step, memory, growth, rational, ranks; without a name, all of them (about three quarters of an hour
+on two cores; --quick: a quarter). A section's results are added to the JSON file as soon as they are known.
 """
 
 from __future__ import annotations

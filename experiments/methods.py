@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from experiments import kronecker, stochastic
+from experiments.baselines import HessianFree, NonlinearCG
 from experiments.interface import Advance, Method, Stepping, closure_of
 from experiments.problems import Problem
 from experiments.settings import (
@@ -30,7 +31,6 @@ from experiments.settings import (
     changed,
 )
 from krylov_descent import KSD, PAPER, Fisher, Subsets
-from krylov_descent.baselines import HessianFree, NonlinearCG
 from krylov_descent.distributed import SingleProcess
 from krylov_descent.objective import Objective
 from krylov_descent.parameters import ParameterVector

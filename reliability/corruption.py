@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from experiments.baselines import HessianFree
 
-from krylov_descent.baselines import HessianFree
 from krylov_descent.cli.target import UsageError
 from krylov_descent.sealing import KEY
 from reliability import malice

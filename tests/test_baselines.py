@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
+from experiments.baselines import HessianFree, NonlinearCG
+from experiments.baselines.backtracking import armijo, backtrack, new_damping
+from experiments.baselines.conjugate_gradient import Iterate, conjugate_gradient, stalled
+from experiments.baselines.line_search import Trial, strong_wolfe
 from torch import Tensor, nn
 
 from krylov_descent import StepReport, StopReason, Subsets
-from krylov_descent.baselines import HessianFree, NonlinearCG
-from krylov_descent.baselines.backtracking import armijo, backtrack, new_damping
-from krylov_descent.baselines.conjugate_gradient import Iterate, conjugate_gradient, stalled
-from krylov_descent.baselines.line_search import Trial, strong_wolfe
 
 f64 = torch.float64
 

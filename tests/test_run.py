@@ -11,12 +11,12 @@ from contextlib import redirect_stderr
 
 import pytest
 import torch
+from experiments.baselines import HessianFree
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
 from krylov_descent import KSD, EndReason, Progress, Subsets
 from krylov_descent.bar import step_bar
-from krylov_descent.baselines import HessianFree
 
 Closure = Callable[[], tuple[Tensor, Tensor]]
 

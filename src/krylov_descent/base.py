@@ -193,8 +193,8 @@ class ClosureOptimizer(Optimizer):
                 }
 
     def _owner(self) -> str:
-        """The class of this package: one that a user derives from it has the same state."""
-        return next(c.__name__ for c in type(self).__mro__ if c.__module__.startswith("krylov_descent."))
+        """The method's own class, right below this one: a class that a user derives from it has the same state."""
+        return next(c.__name__ for c in type(self).__mro__ if ClosureOptimizer in c.__bases__)
 
     def __getstate__(self) -> dict[str, Any]:
         # torch's own keeps only state, groups and defaults, so that a copy would have no settings.

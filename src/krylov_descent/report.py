@@ -42,7 +42,7 @@ _REMEDY: Mapping[StopReason, str] = {
     ),
     StopReason.MAX_ITERATIONS: (
         "The cap on inner iterations was met; the best point seen was taken. "
-        "Raise it (Search(iterations=...), or cg_iterations of HessianFree) if the loss still falls fast."
+        "Raise Search(iterations=...) if the loss still falls fast."
     ),
     StopReason.MAX_EVALUATIONS: (
         "The cap on evaluations was met; the best point seen was taken. "
@@ -57,7 +57,7 @@ _REMEDY: Mapping[StopReason, str] = {
         "Perturb the parameters if it is a saddle."
     ),
     StopReason.NEGATIVE_CURVATURE: (
-        "Conjugate gradients met a direction of negative curvature and ended before it (baselines only); "
+        "Conjugate gradients (Hessian-free optimization) met a direction of negative curvature and ended before it; "
         "if steps are short because of it, use curvature='ggn' or more damping."
     ),
     StopReason.GATHERING: (

@@ -13,13 +13,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
+from experiments.baselines import HessianFree
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from krylov_descent import DEEP, KSD, Search, Subsets
-from krylov_descent.baselines import HessianFree
 from krylov_descent.distributed.gathered import all_rows, own_rows, shard_at_rest
 from tests.distributed.pool import Pool, RanksFailedError
 

@@ -28,10 +28,10 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from experiments.baselines.backtracking import Nearby, armijo, backtrack, new_damping
+from experiments.baselines.conjugate_gradient import CGResult, Iterate, conjugate_gradient
 from krylov_descent.atomic import AsBefore
 from krylov_descent.base import ClosureOptimizer, whole
-from krylov_descent.baselines.backtracking import Nearby, armijo, backtrack, new_damping
-from krylov_descent.baselines.conjugate_gradient import CGResult, Iterate, conjugate_gradient
 from krylov_descent.closure import no_inference_mode
 from krylov_descent.consistency import check_consistency
 from krylov_descent.curvature import CURVATURES, CurvatureProduct
@@ -89,7 +89,7 @@ class HessianFree(ClosureOptimizer):
 
     Example:
         >>> import torch
-        >>> from krylov_descent.baselines import HessianFree
+        >>> from experiments.baselines import HessianFree
         >>> w = torch.nn.Parameter(torch.zeros(2, dtype=torch.float64))
         >>> x = torch.tensor([[1.0, 2.0], [3.0, -1.0]], dtype=torch.float64)
         >>> optimizer = HessianFree([w], damping=1e-6)

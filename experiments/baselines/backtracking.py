@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from torch import Tensor
 
-from krylov_descent.baselines.conjugate_gradient import Iterate
+from experiments.baselines.conjugate_gradient import Iterate
 from krylov_descent.data import Microbatch
 from krylov_descent.objective import Objective
 from krylov_descent.sets import StepSets

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from experiments.baselines.line_search import Trial, strong_wolfe
 from krylov_descent.atomic import AsBefore
 from krylov_descent.base import ClosureOptimizer
-from krylov_descent.baselines.line_search import Trial, strong_wolfe
 from krylov_descent.closure import no_inference_mode
 from krylov_descent.consistency import check_consistency
 from krylov_descent.data import Subsets
@@ -45,7 +45,7 @@ class NonlinearCG(ClosureOptimizer):
 
     Example:
         >>> import torch
-        >>> from krylov_descent.baselines import NonlinearCG
+        >>> from experiments.baselines import NonlinearCG
         >>> w = torch.nn.Parameter(torch.tensor([3.0, -2.0], dtype=torch.float64))
         >>> optimizer = NonlinearCG([w])
         >>> for _ in range(10):
