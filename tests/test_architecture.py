@@ -211,8 +211,7 @@ ALLOWED: dict[str, set[str]] = {
     "plot.curves": {"plot.records", "plot.style"},
     "plot.heat": {"plot.records", "plot.style"},
     "plot.panels": {"plot.curves", "plot.heat", "plot.records", "plot.style"},
-    "plot.slices": {"data", "optimizer", "parameters", "plot.records", "plot.style"},
-    "plot": {"plot.curves", "plot.heat", "plot.panels", "plot.records", "plot.slices"},
+    "plot": {"plot.curves", "plot.heat", "plot.panels", "plot.records"},
     "checking.as_found": {"consistency"},
     "checking.doubled": set(),
     "checking.finding": set(),
@@ -367,7 +366,7 @@ def test_arrows() -> None:
 # What is more than torch, and where; these packages are extras.
 EXTRAS: dict[str, set[str]] = {
     "bar": {"tqdm"},
-    **{f"plot.{name}": {"matplotlib"} for name in ("curves", "heat", "panels", "slices", "style")},
+    **{f"plot.{name}": {"matplotlib"} for name in ("curves", "heat", "panels", "style")},
     "writers": {"numpy", "wandb"},
     "cli.screen": {"rich"},
     "cli.commands": {"tyro"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import runpy
 import sys
@@ -16,6 +17,8 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 import torch
+
+from krylov_descent import KSD
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 TINY = ("--seconds", "0.05", "--max-steps", "2")
@@ -44,6 +47,9 @@ DRAWING = [
     ),
     Example("implicit_image.py", (*TINY, "--size", "16", "--width", "8"), "image of 16 × 16", r"[\d.]+ dB with KSD"),
     Example("adding_rnn.py", (*TINY, "--samples", "100"), "adding problem", r"[\d.]+% .*with KSD.*, [\d.]+% with Adam"),
+    Example(
+        "loss_in_a_plane.py", ("--max-steps", "2", "--points", "5"), "loss in a plane", r"step 1 ended at [\d.e-]+,"
+    ),
     Example("character_transformer.py", (*TINY, "--sequences", "60"), "character transformer", r"[\d.]+ nats .*KSD"),
 ]
 
@@ -127,6 +133,43 @@ def test_exact_burgers_solution_solves_the_equation(monkeypatch: pytest.MonkeyPa
     u_xx = (u(dx=h) - 2 * u() + u(dx=-h)) / h**2
     torch.testing.assert_close(u_t + u() * u_x, burgers["VISCOSITY"] * u_xx, atol=1e-5, rtol=0)
     torch.testing.assert_close(burgers["exact"](x, 0 * t), -torch.sin(torch.pi * x))
+
+
+def test_the_loss_in_a_plane_is_that_of_the_closure() -> None:
+    """The parameters are put back bit for bit, also where the closure fails."""
+    example: dict[str, Any] = runpy.run_path(str(EXAMPLES / "loss_in_a_plane.py"), run_name="plane")
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(1, 6), torch.nn.Tanh(), torch.nn.Linear(6, 1)).double()
+    x = torch.linspace(-1, 1, 20, dtype=torch.float64)[:, None]
+    calls = itertools.count(1)
+    fails = False
+
+    def closure() -> tuple[torch.Tensor, torch.Tensor]:
+        if fails and next(calls) == 3:
+            raise RuntimeError("out of memory")
+        r = model(x) - torch.sin(4 * x)
+        return r.square().mean(), r
+
+    optimizer = KSD(model.parameters(), krylov_dim=5)
+    report = [optimizer.step(closure) for _ in range(3)][-1]
+    end = torch.nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+    found = example["plane"](optimizer, closure, report, points=5)
+    assert torch.equal(torch.nn.utils.parameters_to_vector(model.parameters()), end)
+    assert float(found.loss[2, 2]) == pytest.approx(report.search_loss_after, rel=1e-12)
+
+    V, c = optimizer.basis(), torch.tensor(report.coefficients)
+    along = c.abs().argsort(descending=True)[:2].tolist()
+    assert found.end == tuple(report.coefficients[k] for k in along)
+    a, b = (axis - at for axis, at in zip(found.axes, found.end, strict=True))
+    for i, j in itertools.product(range(5), repeat=2):
+        torch.nn.utils.vector_to_parameters(end + a[i] * V[along[0]] + b[j] * V[along[1]], model.parameters())
+        assert float(found.loss[j, i]) == pytest.approx(float(closure()[0].detach()), rel=1e-12)
+    torch.nn.utils.vector_to_parameters(end.clone(), model.parameters())
+
+    fails = True
+    with pytest.raises(RuntimeError, match="out of memory"):
+        example["plane"](optimizer, closure, report, points=5)
+    assert torch.equal(torch.nn.utils.parameters_to_vector(model.parameters()), end)
 
 
 def test_smoke_on_the_cpu(run: Run, capsys: pytest.CaptureFixture[str]) -> None:

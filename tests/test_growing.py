@@ -42,6 +42,15 @@ def closure_of(model: nn.Module) -> Callable[[Any], tuple[Tensor, Tensor]]:
     return closure
 
 
+def search_loss(optimizer: KSD, closure: Callable[[Any], tuple[Tensor, Tensor]], sets: Subsets) -> float:
+    """f on the C of the last step."""
+    parameters = optimizer._parameters()
+    memory = optimizer._remember(parameters)
+    last = replace(memory, iteration=memory.iteration - 1)
+    objective, draw_sets = optimizer._prepare(closure, sets, last, parameters)
+    return objective.value(draw_sets(memory).c).mean
+
+
 def theta(model: nn.Module) -> Tensor:
     return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
 
@@ -139,7 +148,7 @@ def test_a_model_that_is_wrong_doubles_its_sets_and_a_note_says_so(samples: int,
     report = first.step(cube(w), sets)
     assert report.set_sizes["B"] == sizes[0]
     assert not report.notes
-    assert first.search_loss(cube(w), sets)() == pytest.approx(report.search_loss_after, rel=1e-12)
+    assert search_loss(first, cube(w), sets) == pytest.approx(report.search_loss_after, rel=1e-12)
     state = copy.deepcopy(first.state_dict())
     second.load_state_dict(state)
     numbers = next(iter(state["state"].values()))
@@ -153,7 +162,7 @@ def test_a_model_that_is_wrong_doubles_its_sets_and_a_note_says_so(samples: int,
     assert any("promised, the loss on C rose instead" in note for note in report.notes)
     for _ in range(10):
         report = second.step(cube(w), sets)
-        assert second.search_loss(cube(w), sets)() == pytest.approx(report.search_loss_after, rel=1e-12)
+        assert search_loss(second, cube(w), sets) == pytest.approx(report.search_loss_after, rel=1e-12)
         assert report.set_sizes["B"] >= sizes[1]
     assert float(w.detach()) == pytest.approx(1.0, abs=1e-3)
 
@@ -252,7 +261,7 @@ def test_the_search_loss_of_the_last_step_is_on_its_own_set() -> None:
     grew = 0
     for report in (optimizer.step(closure_of(model), sets) for _ in range(60)):
         grew += any("confirmed" in note for note in report.notes)
-        assert optimizer.search_loss(closure_of(model), sets)() == report.search_loss_after
+        assert search_loss(optimizer, closure_of(model), sets) == report.search_loss_after
     assert grew
 
 

@@ -607,3 +607,30 @@ def test_custom_options_by_object() -> None:
         lambda: problem.closure(problem.data)
     )
     assert report.preconditioner == "fisher"
+
+
+def test_the_search_loss_is_f_on_c_also_after_steps_were_undone() -> None:
+    """Weights that are masks, a weight decay, and a C that is doubled: everything that f on C depends on."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+    x, y, mask = torch.randn(60, 4, dtype=torch.float64), torch.randint(0, 3, (60,)), (torch.rand(60) > 0.3).double()
+
+    def closure(batch: Any) -> tuple[Tensor, Tensor, Tensor]:
+        logits = model(batch[0])
+        losses = F.cross_entropy(logits, batch[1], reduction="none")
+        return (losses * batch[2]).sum() / batch[2].sum().clamp(min=1), logits, batch[2].sum()
+
+    sets = Subsets((x, y, mask), batch_size=7, fraction=0.2, seed=0)
+    optimizer = KSD(model.parameters(), krylov_dim=6, weight_decay=0.01)
+    undone = 0
+    for i in range(10):
+        report = optimizer.step(closure, sets)
+        undone += not report.accepted
+        assert report.set_sizes["C"] == min(60, 12 << undone)
+        c = sets.draw(i, krylov_dim=6, search_growth=undone).c
+        with torch.no_grad():
+            terms = [(float(loss), float(weight)) for loss, _, weight in (closure(batch.data) for batch in c)]
+            decay = 0.005 * sum(float(p.square().sum()) for p in model.parameters())
+        mean = sum(loss * weight for loss, weight in terms) / sum(weight for _, weight in terms)
+        assert report.search_loss_after == pytest.approx(mean + decay, rel=1e-12)
+    assert undone > 1

@@ -1,14 +1,13 @@
-"""Pictures: what their artists hold is what the reports say, and the plane's numbers are those of the closure."""
+"""Pictures: what their artists hold is what the reports say."""
 
 from __future__ import annotations
 
 import copy
-import itertools
 import json
 import math
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +23,11 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.collections import QuadMesh
 from matplotlib.colors import LogNorm
-from matplotlib.contour import QuadContourSet
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import StepPatch
 
-from krylov_descent import KSD, StepReport, Subsets, plot
-from krylov_descent.plot.slices import _values
+from krylov_descent import KSD, plot
 from krylov_descent.writers import JSONLWriter
 
 Closure = Callable[..., Any]
@@ -340,10 +337,9 @@ def test_global_state_stays_and_given_axes_need_no_pyplot() -> None:
     optimizer, closure, _ = regression()
     report = optimizer.step(closure)
     figure = Figure()
-    axes = figure.subplots(5)
-    for draw, ax in zip((plot.convergence, plot.phases, plot.ritz, plot.coefficients), axes, strict=False):
+    axes = figure.subplots(4)
+    for draw, ax in zip((plot.convergence, plot.phases, plot.ritz, plot.coefficients), axes, strict=True):
         assert draw([report], ax) is ax
-    assert plot.plane(optimizer, closure, report=report, points=3, ax=axes[4]) is axes[4]
     assert plt.get_fignums() == []
     plot.overview([report])
     assert len(plt.get_fignums()) == 1
@@ -362,9 +358,6 @@ def test_without_matplotlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) 
             draw([record(0)])
 
 
-# The plane
-
-
 def regression(dtype: torch.dtype = torch.float64, **settings: Any) -> tuple[KSD, Closure, nn.Module]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(1, 6), nn.Tanh(), nn.Linear(6, 1)).to(dtype)
@@ -375,299 +368,3 @@ def regression(dtype: torch.dtype = torch.float64, **settings: Any) -> tuple[KSD
         return r.square().mean(), r
 
     return KSD(model.parameters(), krylov_dim=5, **settings), closure, model
-
-
-def classification(batch_size: int = 7, **settings: Any) -> tuple[KSD, Closure, Subsets]:
-    """Twelve samples to search on out of sixty, a mask, and a decay: everything that a value on C depends on."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
-    x = torch.randn(60, 4, dtype=torch.float64)
-    y = torch.randint(0, 3, (60,))
-    mask = (torch.rand(60) > 0.3).double()
-
-    def closure(batch: Any) -> tuple[Tensor, Tensor, Tensor]:
-        logits = model(batch[0])
-        losses = nn.functional.cross_entropy(logits, batch[1], reduction="none")
-        return (losses * batch[2]).sum() / batch[2].sum().clamp(min=1), logits, batch[2].sum()
-
-    sets = Subsets((x, y, mask), batch_size=batch_size, fraction=0.2, seed=0)
-    return KSD(model.parameters(), krylov_dim=6, weight_decay=0.01, **settings), closure, sets
-
-
-def bits(optimizer: KSD) -> list[bytes]:
-    return [p.detach().numpy().tobytes() for p in optimizer.trained()]
-
-
-def flat(optimizer: KSD) -> Tensor:
-    return torch.cat([p.detach().reshape(-1) for p in optimizer.trained()])
-
-
-def put(optimizer: KSD, theta: Tensor) -> None:
-    with torch.no_grad():
-        for p, part in zip(
-            optimizer.trained(), torch.split(theta, [p.numel() for p in optimizer.trained()]), strict=True
-        ):
-            p.copy_(part.view_as(p))
-
-
-def chosen(report: StepReport) -> list[int]:
-    return sorted(range(len(report.coefficients)), key=lambda k: -abs(report.coefficients[k]))[:2]
-
-
-def test_the_loss_on_c_is_that_of_the_search_also_after_steps_were_undone() -> None:
-    optimizer, closure, sets = classification()
-    undone = 0
-    for _ in range(10):
-        report = optimizer.step(closure, sets)
-        undone += not report.accepted
-        loss, end = optimizer.search_loss(closure, sets), flat(optimizer)
-        assert loss() == pytest.approx(report.search_loss_after, rel=1e-12)
-        put(optimizer, end + 0.1)
-        assert loss() != pytest.approx(report.search_loss_after, rel=1e-6)
-        put(optimizer, end)
-    assert undone > 1  # so that C was doubled, and more than once
-
-
-@pytest.mark.parametrize("with_sets", [False, True])
-def test_the_numbers_of_the_plane_are_those_of_the_closure(with_sets: bool) -> None:
-    sets: Subsets | None = None
-    if with_sets:
-        optimizer, closure, sets = classification()
-    else:
-        optimizer, closure, _ = regression(weight_decay=0.01)
-    for _ in range(4):
-        report = optimizer.step(closure, sets)
-    V, pair, end = optimizer.basis(), chosen(report), flat(optimizer)
-
-    def direct(a: float, b: float) -> float:
-        """From Subsets and the closure alone."""
-        put(optimizer, end + a * V[pair[0]] + b * V[pair[1]])
-        total = weights = 0.0
-        with torch.no_grad():
-            if sets is None:
-                total, weights = float(closure()[0]), 1.0
-            else:
-                draw = sets.draw(report.iteration, krylov_dim=6, search_growth=growth)
-                for batch in draw.c:
-                    loss, _, weight = closure(batch.data)
-                    total += float(loss) * float(weight)
-                    weights += float(weight)
-            value = total / weights + 0.005 * float(flat(optimizer).square().sum())
-        put(optimizer, end)
-        return value
-
-    growth = 0
-    while sets is not None and report.set_sizes["C"] != 12 << growth:
-        growth += 1
-    offsets = [[-0.7, 0.0, 0.4], [-0.2, 0.0, 0.3, 0.9]]
-    values = _values(optimizer, closure, sets, V[pair], offsets)
-    expected = [[direct(a, b) for a in offsets[0]] for b in offsets[1]]
-    assert [x for row in values for x in row] == pytest.approx([x for row in expected for x in row], rel=1e-12)
-    assert values[1][1] == pytest.approx(report.search_loss_after, rel=1e-12)
-
-    ax = plot.plane(optimizer, closure, sets, report=report, points=41)
-    _, lines = (artist for artist in ax.collections if isinstance(artist, QuadContourSet))
-    checked = 0
-    for level, path in zip(lines.levels, lines.get_paths(), strict=True):
-        for x, y in np.asarray(path.vertices)[::10]:
-            here = direct(x - report.coefficients[pair[0]], y - report.coefficients[pair[1]])
-            assert here == pytest.approx(level, rel=0.1)  # vertices are interpolated
-            checked += 1
-    assert checked > 50
-
-
-def test_the_plane_tells_what_it_shows() -> None:
-    optimizer, closure, sets = classification(previous="step")
-    seen = set()
-    for i in range(6):
-        report = optimizer.step(closure, sets)
-        pair = chosen(report)
-        c = [report.coefficients[k] for k in pair]
-        ax = plot.plane(optimizer, closure, sets, report=report, points=5)
-        names = ["the previous step" if k == report.krylov_dim else f"Krylov vector {k + 1}" for k in pair]
-        seen |= set(names)
-        assert [ax.get_xlabel(), ax.get_ylabel()] == [f"along {name}" for name in names]
-        share = math.hypot(*c) / float((optimizer.basis().T @ torch.tensor(report.coefficients).double()).norm())
-        assert ax.get_title() == (
-            f"The loss on C around the end of step {i}\nin a plane that holds {share:.0%} of its length"
-        )
-        assert xy(line_of(ax, "start (projected)")) == ([0.0], [0.0])
-        assert xy(line_of(ax, f"end: loss on C {report.search_loss_after:.4g}")) == ([c[0]], [c[1]])
-        for low, high in (ax.get_xlim(), ax.get_ylim()):
-            assert low < 0 < high
-        (arrow,) = ax.texts
-        assert (arrow.xy, (arrow.get_position())) == ((c[0], c[1]), (0.0, 0.0))  # type: ignore[attr-defined]
-        plt.close("all")
-    assert "the previous step" in seen
-
-
-def test_the_reach_is_counted_in_lengths_of_the_step() -> None:
-    optimizer, closure, _ = regression()
-    report = optimizer.step(closure)
-    ax = plot.plane(optimizer, closure, report=report, points=3, reach=2.0)
-    for k, limits in zip(chosen(report), (ax.get_xlim(), ax.get_ylim()), strict=True):
-        c = report.coefficients[k]
-        assert sorted(limits) == pytest.approx(sorted([c - 2 * c, c + 2 * c]))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_the_next_step_is_the_same_bit_for_bit(dtype: torch.dtype) -> None:
-    ends = []
-    for look in (False, True):
-        optimizer, closure, _ = regression(dtype)
-        for _ in range(3):
-            report = optimizer.step(closure)
-            before = flat(optimizer)
-            if look:
-                with torch.no_grad():
-                    plot.plane(optimizer, closure, report=report, points=3)
-            assert torch.equal(flat(optimizer), before)
-        assert all(p.grad is None and p.requires_grad for p in optimizer.trained())
-        ends.append((flat(optimizer), report.loss))
-    assert torch.equal(ends[0][0], ends[1][0])
-    assert ends[0][1] == ends[1][1]
-
-
-def test_with_sets_the_next_step_is_the_same_too() -> None:
-    ends = []
-    for look in (False, True):
-        optimizer, closure, sets = classification()
-        for _ in range(6):
-            report = optimizer.step(closure, sets)
-            if look:
-                plot.plane(optimizer, closure, sets, report=report, points=3)
-        ends.append((bits(optimizer), report.loss, report.accepted))
-    assert ends[0] == ends[1]
-
-
-@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-def test_parameters_are_put_back_after_an_error(error: type[BaseException]) -> None:
-    optimizer, closure, model = regression()
-    report = optimizer.step(closure)
-    before = bits(optimizer)
-    first = next(model.parameters())
-    here = first.detach().clone()
-    calls = 0
-
-    def fails() -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == 5:
-            assert not torch.equal(first, here)
-            raise error("out of memory")
-        return closure()
-
-    with pytest.raises(error, match="out of memory"):
-        plot.plane(optimizer, fails, report=report, points=5)
-    assert bits(optimizer) == before
-    assert plt.get_fignums() == []
-
-
-def test_points_that_are_not_finite_are_blank() -> None:
-    w = nn.Parameter(torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64))
-    closure = lambda: ((w - w.log()).mean() + 0.1 * w.square().sum(), w)  # noqa: E731
-    optimizer = KSD([w], curvature="hessian", preconditioner=None)
-    report = optimizer.step(closure)
-    ax = plot.plane(optimizer, closure, report=report, points=21, reach=4.0)
-    filled, _ = (artist for artist in ax.collections if isinstance(artist, QuadContourSet))
-    V, end, pair = optimizer.basis(), flat(optimizer), chosen(report)
-    blank = 0
-    for x in np.linspace(*ax.get_xlim(), 21):
-        for y in np.linspace(*ax.get_ylim(), 21):
-            a, b = x - report.coefficients[pair[0]], y - report.coefficients[pair[1]]
-            if bool((end + a * V[pair[0]] + b * V[pair[1]] < -1e-9).any()):
-                blank += 1
-                assert not any(path.contains_point((x, y), radius=-1e-9) for path in filled.get_paths())
-    assert blank > 20
-    drawn(ax)
-
-
-def test_one_basis_vector_gives_a_curve() -> None:
-    w = nn.Parameter(torch.tensor([2.0], dtype=torch.float64))
-    closure = lambda: ((w**4).mean() + w.mean(), w)  # noqa: E731
-    optimizer = KSD([w], curvature="hessian", preconditioner=None)
-    report = optimizer.step(closure)
-    (c,), (v,) = report.coefficients, optimizer.basis()
-    ax = plot.plane(optimizer, closure, report=report, points=9)
-    xs, ys = xy(ax.get_lines()[0])
-    assert len(xs) == 9
-    assert xs[4] == c
-    assert ys == pytest.approx([(2 + x * float(v)) ** 4 + 2 + x * float(v) for x in xs])
-    assert ys[4] == pytest.approx(report.search_loss_after, rel=1e-12)
-    assert (ax.get_xlabel(), ax.get_ylabel()) == ("along Krylov vector 1", "loss")
-    assert xy(line_of(ax, f"end: loss {ys[4]:.4g}")) == ([c], [ys[4]])
-
-
-def test_a_step_that_found_nothing_is_drawn_around_where_it_stayed() -> None:
-    w = nn.Parameter(torch.tensor([1.0, 2.0]))
-    closure = lambda: (1e10 + w.square().sum(), w)  # noqa: E731 — all else is lost in rounding
-    optimizer = KSD([w], curvature="hessian", preconditioner=None, previous="e1")
-    report = optimizer.step(closure)
-    assert report.coefficients == (0.0, 0.0)
-    ax = plot.plane(optimizer, closure, report=report, points=3)
-    assert "holds" not in ax.get_title()
-    low, high = ax.get_xlim()
-    assert -low == pytest.approx(high)
-    assert high == pytest.approx(1.5 * report.grad_norm / max(report.ritz_values))
-    assert "the loss is the same everywhere" in texts(ax)
-    drawn(ax)
-
-
-def test_a_closure_that_differentiates_inside_can_be_looked_at() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(1, 6), nn.Tanh(), nn.Linear(6, 1)).double()
-    x = torch.linspace(0, 1, 10, dtype=torch.float64)[:, None].requires_grad_()
-
-    def closure() -> tuple[Tensor, Tensor]:
-        u = model(x)
-        (du,) = torch.autograd.grad(u.sum(), x, create_graph=True)
-        r = du - torch.cos(3 * x)
-        return r.square().mean(), r
-
-    optimizer = KSD(model.parameters(), krylov_dim=4)
-    report = optimizer.step(closure)
-    with torch.no_grad():
-        ax = plot.plane(optimizer, closure, report=report, points=3)
-    assert line_of(ax, f"end: loss {report.search_loss_after:.4g}")
-
-
-def test_what_cannot_be_drawn_is_refused() -> None:
-    optimizer, closure, _ = regression()
-    with pytest.raises(ValueError, match="no step was taken"):
-        plot.plane(optimizer, closure, report=record(0))
-    first = optimizer.step(closure)
-    second = optimizer.step(closure)
-    with pytest.raises(ValueError, match=r"The report has 5 coefficients, and the basis .* 6 vectors: it is not that"):
-        plot.plane(optimizer, closure, report=first)
-    for points in (1, 4):
-        with pytest.raises(ValueError, match=f"points={points}: must be an odd number"):
-            plot.plane(optimizer, closure, report=second, points=points)
-    with pytest.raises(ValueError, match="reach=0: must be a number > 0"):
-        plot.plane(optimizer, closure, report=second, reach=0)
-
-
-def test_a_point_that_is_not_the_end_of_the_step_is_told() -> None:
-    optimizer, closure, _ = regression()
-    report = optimizer.step(closure)
-    with torch.no_grad():
-        optimizer.trained()[0].add_(1.0)
-    with pytest.warns(UserWarning, match=r"the report says that its step ended at .* parameters were moved") as told:
-        plot.plane(optimizer, closure, report=report, points=3)
-    assert told[0].filename == __file__
-
-
-def levels_of(ax: Axes) -> tuple[Sequence[float], bool]:
-    filled, _ = (artist for artist in ax.collections if isinstance(artist, QuadContourSet))
-    return list(filled.levels), isinstance(filled.norm, LogNorm)
-
-
-def test_levels_are_logarithmic_where_the_loss_spans_a_decade() -> None:
-    optimizer, closure, _ = regression()
-    report = [optimizer.step(closure) for _ in range(5)][-1]
-    levels, logarithmic = levels_of(plot.plane(optimizer, closure, report=report, points=5))
-    assert logarithmic
-    ratios = [b / a for a, b in itertools.pairwise(levels)]
-    assert ratios == pytest.approx([ratios[0]] * len(ratios))
-    near, logarithmic = levels_of(plot.plane(optimizer, closure, report=report, points=5, reach=0.01))
-    assert not logarithmic
-    assert near[0] == pytest.approx(report.search_loss_after, rel=1e-2)

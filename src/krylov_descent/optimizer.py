@@ -245,14 +245,6 @@ class KSD(ClosureOptimizer):
             raise ValueError("There is no basis: no step was taken since this optimizer was made. Call step first.")
         return torch.stack([self._comm.all_gather(v, self.numel) for v in rows.tensor()])
 
-    def search_loss(self, closure: Callable[..., Any], sets: Subsets | None = None) -> Callable[[], float]:
-        """→ f on the C of the last step, at the parameters when it is called (``plot.plane``): a collective."""
-        parameters = self._parameters()
-        memory = self._remember(parameters)
-        objective, draw_sets = self._prepare(closure, sets, replace(memory, iteration=memory.iteration - 1), parameters)
-        c = draw_sets(memory).c
-        return lambda: objective.value(c).mean
-
     @property
     def numel(self) -> int:
         """P, the number of trainable parameters."""
