@@ -146,23 +146,21 @@ def main() -> None:
     parser.add_argument("sections", nargs="*", choices=[*SECTIONS, []], metavar="section", help=", ".join(SECTIONS))
     parser.add_argument("--quick", action="store_true", help="fewer rounds and smaller sizes")
     parser.add_argument("--json", type=Path, default=Path("benchmarks.json"), help="results are added to this file")
-    parser.add_argument("--plot", type=Path, default=Path("growth.svg"), help="the picture of section growth")
-    parser.add_argument("--figures", type=Path, default=Path(), help="folder for rational-cost.png and .svg")
+    parser.add_argument("--figures", type=Path, default=Path(), help="folder for growth.png and rational-cost.png")
     parser.add_argument("--allocator", choices=("keeping", "default"), default="keeping", help="of glibc")
     arguments = parser.parse_args()
     if arguments.allocator == "keeping" and any(os.environ.get(k) != v for k, v in KEEPING.items()):
         # The allocator reads its settings when a process starts.
         os.execvpe(sys.executable, [sys.executable, "-m", "benchmarks", *sys.argv[1:]], {**os.environ, **KEEPING})
+    plots = {"growth": growth.plot, "rational": rational.plot}
     for name in arguments.sections or SECTIONS:
         torch.manual_seed(0)
         found = SECTIONS[name](arguments.quick)
         sys.stdout.write(f"\n{name}\n")
         show(found, 1)
-        if name == "growth":
-            growth.plot(found, arguments.plot)
-        if name == "rational":
+        if name in plots:
             arguments.figures.mkdir(parents=True, exist_ok=True)
-            rational.plot(found, arguments.figures / "rational-cost")
+            plots[name](found, arguments.figures)
         results = json.loads(arguments.json.read_text()) if arguments.json.exists() else {}
         results[name] = {
             "date": datetime.date.today().isoformat(),

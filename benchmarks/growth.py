@@ -118,15 +118,13 @@ def measure(*, quick: bool) -> dict[str, Any]:
     }
 
 
-def plot(found: Mapping[str, Any], path: Path) -> None:
-    """Four panels: seconds over P, K and N, and memory over P."""
-    import matplotlib as mpl
+def plot(found: Mapping[str, Any], folder: Path) -> None:
+    """Draw ``growth.png``, four panels: seconds over P, K and N, and memory over P."""
+    from experiments.figures import save
+    from matplotlib.figure import Figure
 
-    mpl.use("svg")
-    import matplotlib.pyplot as plt
-
-    mpl.rcParams["svg.hashsalt"] = "krylov-descent"
-    figure, axes = plt.subplots(1, 4, figsize=(13, 3.3), layout="constrained")
+    figure = Figure(figsize=(13, 3.3), layout="constrained")
+    axes = figure.subplots(1, 4)
     slopes = found["exponents"]
     for axis, name, label in zip(axes, "PKN", ("parameters P", "Krylov dimension K", "samples N"), strict=False):
         points = found[name]
@@ -145,8 +143,7 @@ def plot(found: Mapping[str, Any], path: Path) -> None:
     axes[3].margins(y=0.3)
     for axis in axes:
         axis.grid(visible=True, which="major", alpha=0.3)
-    figure.savefig(path, metadata={"Date": None})
-    plt.close(figure)
+    save(figure, folder / "growth")
 
 
 def main() -> None:

@@ -200,16 +200,14 @@ def measure(*, quick: bool) -> dict[str, Any]:
     }
 
 
-def plot(found: Mapping[str, Any], stem: Path) -> list[Path]:
-    """Three panels, as PNG and SVG: seconds by part over m and over n, and memory over m·n."""
-    import matplotlib as mpl
-
-    mpl.use("agg")
-    import matplotlib.pyplot as plt
+def plot(found: Mapping[str, Any], folder: Path) -> None:
+    """Draw ``rational-cost.png``, three panels: seconds by part over m and over n, and memory over m·n."""
+    from experiments.figures import save
     from experiments.style import number_ticks
+    from matplotlib.figure import Figure
 
-    mpl.rcParams["svg.hashsalt"] = "krylov-descent"
-    figure, axes = plt.subplots(1, 3, figsize=(13, 4.2), layout="constrained")
+    figure = Figure(figsize=(13, 4.2), layout="constrained")
+    axes = figure.subplots(1, 3)
     for axis, x, label, guides in (
         (axes[0], "m", "rows m", (("QR of J", 2), ("QR with λ", 3))),
         (axes[1], "n", "parameters n", (("QR of J", 1),)),
@@ -242,11 +240,7 @@ def plot(found: Mapping[str, Any], stem: Path) -> list[Path]:
     axes[2].legend(frameon=False, loc="upper left", fontsize="small")
     for axis in axes:
         axis.grid(visible=True, which="major", alpha=0.3)
-    paths = [stem.with_name(f"{stem.name}.{suffix}") for suffix in ("png", "svg")]
-    figure.savefig(paths[0], dpi=150)
-    figure.savefig(paths[1], metadata={"Date": None})
-    plt.close(figure)
-    return paths
+    save(figure, folder / "rational-cost")
 
 
 def main() -> None:

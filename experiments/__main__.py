@@ -99,7 +99,7 @@ class Table:
 
 @dataclasses.dataclass(frozen=True)
 class Figure:
-    """Draw a figure from the runs found, as PNG and SVG; trains nothing."""
+    """Draw a figure from the runs found, as PNG; trains nothing."""
 
     kind: tyro.conf.Positional[Literal["convergence", "held-out", "anatomy", "ritz", "all"]] = "all"
     problems: tyro.conf.Positional[tuple[str, ...]] = ()

@@ -1,4 +1,4 @@
-"""Figures of recorded runs, PNG and SVG: the same runs give the same SVG. Nothing here trains.
+"""Figures of recorded runs as PNG: the same runs give the same file. Nothing here trains.
 
 convergence: training loss over seconds and over gradients. held-out: training and held-out error over seconds.
 anatomy: what the time of a step goes into. ritz: the spectrum that every step of KSD sees.
@@ -6,6 +6,7 @@ anatomy: what the time of a step goes into. ritz: the spectrum that every step o
 
 from __future__ import annotations
 
+import io
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -28,14 +29,18 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 _STEPS = 60
 _SMALLEST = 1e-12
 
+# Of a file: dots per inch, and colours of the palette.
+_DOTS = 150
+_COLOURS = 256
+
 _Runs = Mapping[str, Sequence[Run]]  # by label
 
 
 def figure(kind: Kind, results: Path, out: Path, problems: Sequence[str] = ()) -> list[Path]:
     """Draw one kind of figure for the problems named, or all that have runs; returns the files.
 
-    Files are ``<kind>-<problem>.png`` and ``.svg``; several problems share one anatomy, ``anatomy-all``. A problem
-    whose runs do not have what the kind shows is left out; so are runs of another budget than the row's, as in tables.
+    Files are ``<kind>-<problem>.png``; several problems share one anatomy, ``anatomy-all``. A problem whose runs do
+    not have what the kind shows is left out; so are runs of another budget than the row's, as in tables.
 
     Raises:
         ValueError: there is no such kind, no run at all, or none of a problem that was named.
@@ -73,13 +78,17 @@ def figure(kind: Kind, results: Path, out: Path, problems: Sequence[str] = ()) -
 
 
 def save(drawn: Figure | None, stem: Path) -> list[Path]:
-    """Write a figure as PNG and SVG; no figure, no files."""
+    """Write a figure as PNG with a palette, a third of the bytes of one without; no figure, no file."""
+    from PIL import Image
+
     if drawn is None:
         return []
-    png, svg = (stem.with_name(f"{stem.name}.{suffix}") for suffix in ("png", "svg"))
-    drawn.savefig(png, dpi=200)
-    drawn.savefig(svg, dpi=150, metadata={"Date": None})  # dots per inch of the pictures inside
-    return [png, svg]
+    path = stem.with_name(f"{stem.name}.png")
+    buffer = io.BytesIO()
+    drawn.savefig(buffer, format="png", dpi=_DOTS)
+    with Image.open(buffer) as picture:
+        picture.convert("RGB").quantize(_COLOURS, dither=Image.Dither.NONE).save(path, optimize=True)
+    return [path]
 
 
 def _panels(columns: int, height: float, *, sharey: bool = False) -> tuple[Figure, list[Axes]]:
@@ -266,8 +275,7 @@ def _ritz(name: str, by: _Runs) -> Figure | None:
             some = [(step, abs(v)) for step, v in dots if v * sign > 0 and abs(v) > _SMALLEST * top]
             if some:
                 steps, sizes = zip(*some, strict=True)
-                # Thousands of dots: a picture inside the SVG, which stays small.
-                axis.plot(steps, sizes, marker, color=colour, markersize=size, rasterized=True, label=word)
+                axis.plot(steps, sizes, marker, color=colour, markersize=size, label=word)
         axis.set_yscale("log")
         matrix = "Hessian" if label == "ksd-hessian" else "Gauss–Newton matrix"
         axis.set(xlabel="step", title=f"{matrix}, seed {by[label][0].seed}")

@@ -53,9 +53,7 @@ PHASES: tuple[Phase, ...] = (
     Phase("KSD: search; HF: backtracking", ("search", "backtracking"), "#009E73", "xxx"),
 )
 
-# The salt and the missing date make the same runs give the same SVG, byte for byte.
 RC: Any = {
-    "svg.hashsalt": "krylov-descent",
     "font.family": "DejaVu Sans",
     "font.size": 10,
     "axes.titlesize": 10,

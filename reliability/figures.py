@@ -1,4 +1,4 @@
-"""The memory of long runs over their steps, from recorded trials, as PNG and SVG. Nothing here trains."""
+"""The memory of long runs over their steps, from recorded trials, as PNG. Nothing here trains."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _MANY = 1000  # steps: more are those of the small problem
 
 
 def figure(results: Path, out: Path) -> list[Path]:
-    """Draw ``reliability-memory.png`` and ``.svg``; returns the files.
+    """Draw ``reliability-memory.png``; returns the files.
 
     Raises:
         ValueError: no long run was recorded.

@@ -58,6 +58,14 @@ def test_everything_public_has_an_example() -> None:
             assert ">>>" in (public.__doc__ or ""), name
 
 
+def test_every_figure_is_shown_by_a_page_and_every_shown_one_exists() -> None:
+    """A figure that no page shows is deleted; drawing all of them into docs/figures makes more than are shown."""
+    pages = [*(ROOT / "docs").rglob("*.md"), ROOT / "README.md"]
+    shown = {name for page in pages for name in re.findall(r"figures/([\w.-]+\.\w+)", page.read_text())}
+    assert {path.name for path in (ROOT / "docs" / "figures").iterdir()} == shown
+    assert {name.rpartition(".")[2] for name in shown} == {"png"}
+
+
 def test_paper_map_names_what_exists() -> None:
     text = (ROOT / "docs" / "paper-map.md").read_text()
     files = set(re.findall(r"`((?:\w+/)*\w+\.py)`", text))

@@ -408,7 +408,7 @@ def test_tune_study_table_and_figure(
     assert "order-50" in capsys.readouterr().out
     pytest.importorskip("matplotlib")
     main(["figure", "convergence", "order-50", "--results", str(tmp_path), "--out", str(tmp_path / "figures")])
-    assert (tmp_path / "figures" / "convergence-order-50.svg").exists()
+    assert (tmp_path / "figures" / "convergence-order-50.png").exists()
 
 
 def test_a_failed_run_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

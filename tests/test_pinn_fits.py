@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 from experiments.__main__ import main
+from experiments.pinn import figures as drawing
 from experiments.pinn import images, regressions
-from experiments.pinn.figures import figures
 from experiments.pinn.fits import FITS, IMAGES, decibels
 from experiments.pinn.problems import PROBLEMS, Problem, problem
 from experiments.pinn.records import read_run
@@ -20,6 +20,7 @@ from experiments.pinn.rivals.least_squares import ALL, LeastSquares
 from experiments.pinn.table import table
 from torch import Tensor, nn
 
+from tests.drawn import words
 from tests.pinn_records import write
 
 F64 = torch.float64
@@ -191,7 +192,8 @@ def test_the_command_line_runs_a_fit(tmp_path: Path) -> None:
     assert found.fields.exists()
 
 
-def test_fits_have_tables_and_figures_of_their_own(tmp_path: Path) -> None:
+def test_fits_have_tables_and_figures_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = words(monkeypatch, drawing)
     write(tmp_path, "wave", "lm", 0.5)
     alone = table(tmp_path)
     assert "fits" not in alone
@@ -214,10 +216,11 @@ def test_fits_have_tables_and_figures_of_their_own(tmp_path: Path) -> None:
     assert "## Peak signal-to-noise ratio in dB on fits after 60 s, network 3x32" in fits
     assert f"| {decibels('image64', 0.05):.1f} " in fits
     assert "geometric mean" not in fits
-    names = [path.name for path in figures(tmp_path, tmp_path / "figures") if path.suffix == ".svg"]
+    names = [path.name for path in drawing.figures(tmp_path, tmp_path / "figures")]
     kinds = ["pinn-error", "pinn-held-out", "pinn-fits-error", "pinn-fits-fields", "pinn-fits-held-out"]
-    assert names == [f"{kind}-3x32-60s.svg" for kind in kinds]
-    assert "wave" not in (tmp_path / "figures" / "pinn-fits-error-3x32-60s.svg").read_text()
+    assert names == [f"{kind}-3x32-60s.png" for kind in kinds]
+    assert "image64" in said["pinn-fits-error-3x32-60s.png"]
+    assert "wave" not in said["pinn-fits-error-3x32-60s.png"]
 
 
 def test_a_table_of_fits_alone(tmp_path: Path) -> None:

@@ -101,7 +101,7 @@ class Table:
 
 @dataclasses.dataclass(frozen=True)
 class Figure:
-    """Draw the training loss over CPU seconds, a panel for each task, as PNG and SVG; trains nothing."""
+    """Draw the training loss over CPU seconds, a panel for each task, as PNG; trains nothing."""
 
     results: Path = RESULTS
     out: Path = Path("docs/figures")

@@ -35,7 +35,7 @@ class _Panel:
 
 
 def figure(results: Path, out: Path) -> list[Path]:
-    """Draw ``deep-loss`` and, for tasks with several budgets, ``deep-error``, as PNG and SVG; returns the files.
+    """Draw ``deep-loss`` and, for tasks with several budgets, ``deep-error``, as PNG; returns the files.
 
     The loss of an autoencoder ends near a value that no network can go below, under which curves are hard to tell
     apart; the squared error has none.

@@ -108,7 +108,7 @@ class Table:
 
 @dataclasses.dataclass(frozen=True)
 class Figure:
-    """Draw the runs found, as PNG and SVG; trains nothing."""
+    """Draw the runs found, as PNG; trains nothing."""
 
     methods: tuple[str, ...] = ()
     """Only these, methods or labels without their budget; all methods unless given."""

@@ -1,4 +1,4 @@
-"""Figures of the PINN study, PNG and SVG, one set for each budget and network. Nothing here trains.
+"""Figures of the PINN study as PNG, one set for each budget and network. Nothing here trains.
 
 Fits have files of their own, and so have the equations that nothing was chosen on.
 error: relative L2 error over CPU seconds. fields: solutions, and how far ours and the best rival's are off.
