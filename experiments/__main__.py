@@ -1,4 +1,4 @@
-"""The paper's experiments: ``python -m experiments {run,tune,study,table,figure,pca,pinn,deep} --help``."""
+"""The paper's experiments: ``python -m experiments {run,tune,study,pack,table,figure,pca,pinn,deep} --help``."""
 
 from __future__ import annotations
 
@@ -86,6 +86,13 @@ class Study:
     """Runs at a time, one thread each."""
     samples: int | None = None
     """Only so many training samples, for a trial."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Pack:
+    """Put the runs of all studies in a folder, one file each, into the few files that git keeps; trains nothing."""
+
+    results: Path = RESULTS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,6 +188,13 @@ def _study(options: Study) -> None:
     study(_rows(options), where, options.methods, options.seeds)
 
 
+def _pack(options: Pack) -> None:
+    from experiments.packed import pack
+
+    for path in pack(options.results):
+        sys.stdout.write(f"{path}\n")
+
+
 def _table(options: Table) -> None:
     from experiments.pages import put
     from experiments.table import table
@@ -215,6 +229,7 @@ _COMMANDS: dict[type, Callable[[Any], None]] = {
     Run: _run,
     Tune: _tune,
     Study: _study,
+    Pack: _pack,
     Table: _table,
     Figure: _figure,
     Pca: _pca,
@@ -226,6 +241,7 @@ Command = (
     Annotated[Run, tyro.conf.subcommand("run")]
     | Annotated[Tune, tyro.conf.subcommand("tune")]
     | Annotated[Study, tyro.conf.subcommand("study")]
+    | Annotated[Pack, tyro.conf.subcommand("pack")]
     | Annotated[Table, tyro.conf.subcommand("table")]
     | Annotated[Figure, tyro.conf.subcommand("figure")]
     | Annotated[Pca, tyro.conf.subcommand("pca")]

@@ -13,20 +13,19 @@ from typing import Any, BinaryIO
 
 import torch
 
+from experiments import packed
 from experiments.budget import Budget
 
 
 def finished(path: Path, budget: Budget, **expected: Any) -> bool:
-    """Whether a file holds a run that came to its end, of this budget or a longer one.
+    """Whether a file, or the packed one, holds a run that came to its end, of this budget or a longer one.
 
     One whose header has other than the expected values is not the run that was asked for.
     """
-    if not path.exists():
+    lines = packed.lines(path) if path.exists() else packed.find(path)
+    if not lines or lines[-1][1].get("kind") != "end":
         return False
-    lines = path.read_text().splitlines()
-    if not lines or '"end"' not in lines[-1]:
-        return False
-    header, point, end = (json.loads(lines[i]) for i in (0, -2, -1))
+    header, point, end = (lines[i][1] for i in (0, -2, -1))
     if any(header.get(key) != value for key, value in _plain(expected).items()):
         return False
     return end["reason"] != "budget" or budget.spent(point["seconds"], point["gradients"]) >= budget.amount

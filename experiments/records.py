@@ -1,4 +1,4 @@
-"""Runs as they were recorded, one JSONL file each, and what a table or a figure asks of them. Nothing here trains.
+"""Runs as they were recorded, by themselves or packed, and what a table or a figure asks of them. Nothing here trains.
 
 A number that was not finite is null in the file and NaN here. A run may still be going on, or have been cut off: its
 last line may be half written, and its "end" may be missing.
@@ -7,13 +7,13 @@ last line may be half written, and its "end" may be missing.
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_origin, get_type_hints
 
+from experiments import packed
 from experiments.budget import Budget
 
 Axis = Literal["seconds", "gradients"]
@@ -108,16 +108,21 @@ class RelativeTime:
 
 
 def read_run(path: Path) -> Run:
-    """One file. A last line that is cut off is left out; a broken line before it is an error."""
+    """The run of one file. A last line that is cut off is left out; a broken line before it is an error."""
+    return _run(packed.lines(path), path)
+
+
+def _run(lines: packed.Lines, path: Path) -> Run:
+    """The run of these lines, which stand in a file."""
     header: Run | None = None
     points: list[Point] = []
     end = None
-    for number, line in _lines(path):
+    for where, line in lines:
         kind = line.get("kind")
         if kind == "run":
-            header = _header(line, f"{path}, line {number}")
+            header = _header(line, where)
         elif kind == "point":
-            point = _point(line, f"{path}, line {number}")
+            point = _point(line, where)
             # A run continued from a checkpoint repeats the steps since: the later account holds.
             while points and points[-1].step >= point.step:
                 points.pop()
@@ -131,15 +136,17 @@ def read_run(path: Path) -> Run:
 
 
 def read_runs(results: Path) -> list[Run]:
-    """All ``<problem>/<label>-seed<seed>.jsonl`` of a folder, by problem, label and seed.
+    """All runs of a folder, packed and ``<problem>/<label>-seed<seed>.jsonl``, by problem, label and seed.
 
     Files in which no line is complete yet are passed over.
     """
     if not results.is_dir():
         raise ValueError(f"{results} is not a folder: name the one that runs were recorded in.")
+    runs = [_run(lines, file) for file in sorted(results.glob("*.jsonl")) for lines in packed.read(file)]
     # One level down only: trials for tuning lie deeper, and are no results.
-    runs = [read_run(path) for path in sorted(results.glob("*/*-seed*.jsonl")) if _lines(path)]
-    return sorted(runs, key=lambda run: (run.problem, run.label, run.seed))
+    runs += [read_run(path) for path in sorted(results.glob("*/*-seed*.jsonl")) if packed.lines(path)]
+    found = {(run.problem, run.label, run.seed): run for run in runs}
+    return [found[key] for key in sorted(found)]
 
 
 def by_label(runs: Iterable[Run], problem: str) -> dict[str, list[Run]]:
@@ -227,27 +234,6 @@ def relative_times(a: Sequence[Run], b: Sequence[Run]) -> list[RelativeTime]:
     others = {run.seed: run for run in b}
     pairs = [relative_time(run, others[run.seed]) for run in a if run.seed in others]
     return [pair for pair in pairs if pair is not None]
-
-
-def _lines(path: Path) -> list[tuple[int, dict[str, Any]]]:
-    """The lines that hold something, with their numbers."""
-    raw = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    found: list[tuple[int, dict[str, Any]]] = []
-    for number, text in enumerate(raw, 1):
-        if not text.strip():
-            continue
-        try:
-            line = json.loads(text)
-        except json.JSONDecodeError as error:
-            if number < len(raw):
-                raise ValueError(
-                    f"{path}, line {number}, is not JSON ({error}): remove the run and repeat it."
-                ) from error
-            continue
-        if not isinstance(line, dict):
-            raise ValueError(f"{path}, line {number}, is no JSON object ({text[:60]}): remove the run and repeat it.")
-        found.append((number, line))
-    return found
 
 
 def _header(line: Mapping[str, Any], where: str) -> Run:

@@ -1,7 +1,8 @@
-"""Try to break KSD, and count: ``python -m reliability [problems|checkpoints|kills|soak|all|table|figure]``.
+"""Try to break KSD, and count: ``python -m reliability [problems|checkpoints|kills|soak|all|pack|table|figure]``.
 
 Without ``--count``, as many trials as docs/reliability.md has. Every trial is a line in results/reliability; the same
-command again goes on after a cut, and passes over the trials that are there. Ends with 1 if anything was lost.
+command again goes on after a cut, and passes over the trials that are there. ``pack`` makes one line of trials that
+ended alike, which is what git keeps. Ends with 1 if anything was lost.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from reliability.figures import figure
-from reliability.records import appending, read
+from reliability.records import appending, pack, read
 from reliability.tables import table
 
 RESULTS = Path("results/reliability")
@@ -33,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m reliability", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("command", nargs="?", default="all", choices=[*KINDS, "all", "table", "figure"])
+    parser.add_argument("command", nargs="?", default="all", choices=[*KINDS, "all", "pack", "table", "figure"])
     parser.add_argument("--count", type=int, help="trials of each kind")
     parser.add_argument("--seed", type=int, default=0, help="of the first trial; those after it have the next ones")
     parser.add_argument("--results", type=Path, default=RESULTS, help="where trials are recorded (%(default)s)")
@@ -50,6 +51,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _do(given: argparse.Namespace) -> int:
+    if given.command == "pack":
+        for path in sorted(given.results.glob("*.jsonl")):
+            pack(path)
+        return 0
     if given.command == "table":
         text = table(given.results)
         if given.into is None:

@@ -1,4 +1,4 @@
-"""The files of ``python -m reliability``: one line of JSON for each trial, by kind."""
+"""The files of ``python -m reliability``: a line of JSON for each trial, or packed, for all that ended alike."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ from typing import Any
 
 Record = dict[str, Any]
 
+#: Parts of a record that neither the table nor the figure reads; those of trials that were lost are kept.
+_UNREAD = ("seed", "seconds", "what", "basis", "where")
+
 
 def read(path: Path) -> list[Record]:
     """The records of a file, of each seed the last; a line that was cut off is left out."""
@@ -19,7 +22,23 @@ def read(path: Path) -> list[Record]:
         return []
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
     found = [json.loads(line) for line in lines if line.endswith("\n") and line.strip()]
-    return list({record["seed"]: record for record in found}.values())
+    return list({each["seed"]: each for record in found for each in _trials(record)}.values())
+
+
+def pack(path: Path) -> None:
+    """Write a file anew with one line, and all seeds, for trials that differ in nothing which is read."""
+    alike: dict[str, tuple[Record, list[int]]] = {}
+    for record in read(path):
+        kept = record if record["lost"] else {key: value for key, value in record.items() if key not in _UNREAD}
+        _, seeds = alike.setdefault(json.dumps(kept), (kept, []))
+        seeds.append(record["seed"])
+    _replace(path, "".join(_line({**kept, "seeds": seeds}) for kept, seeds in alike.values()))
+
+
+def _trials(record: Record) -> list[Record]:
+    """The records of a line, one for each seed."""
+    seeds = record.get("seeds", [record.get("seed")])
+    return [{**{key: value for key, value in record.items() if key != "seeds"}, "seed": seed} for seed in seeds]
 
 
 def read_all(results: Path) -> list[Record]:
@@ -39,14 +58,23 @@ def appending(path: Path) -> Iterator[Callable[[Record], None]]:
     """What adds a record to a file, with the day, at once; a line that was cut off before is dropped."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists() and (text := path.read_bytes()) and not text.endswith(b"\n"):
-        part = path.with_name(f"{path.name}.part")
-        part.write_bytes(text[: text.rfind(b"\n") + 1])
-        os.replace(part, path)
+        _replace(path, text[: text.rfind(b"\n") + 1].decode())
     with path.open("a", encoding="utf-8") as file:
 
         def append(record: Record) -> None:
             dated = {**record, "date": datetime.date.today().isoformat()}
-            file.write(json.dumps(dated, ensure_ascii=False, separators=(",", ":")) + "\n")
+            file.write(_line(dated))
             file.flush()
 
         yield append
+
+
+def _line(record: Record) -> str:
+    return json.dumps(record, ensure_ascii=False, separators=(",", ":")) + "\n"
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a file whole or not at all."""
+    part = path.with_name(f"{path.name}.part")
+    part.write_text(text, encoding="utf-8")
+    os.replace(part, path)

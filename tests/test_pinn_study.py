@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from experiments.__main__ import main
+from experiments.packed import pack
 from experiments.pinn import study
 from experiments.pinn.ablations import CHANGES, PARTS
 from experiments.pinn.problems import problem as make_problem
@@ -74,7 +75,9 @@ def test_a_study_runs_what_is_not_finished_and_first_seeds_first(
     monkeypatch.setattr(study, "run_all", pretend)
     monkeypatch.setattr(study, "TUNED", tmp_path / "tuned.json")
     study.TUNED.write_text(json.dumps({"3x32": {"soap": {"settings": {"lr": 0.001}, "trials": []}}}))
-    write(tmp_path, "wave", "lm", 1e-3)
+    packed = write(tmp_path, "wave", "lm", 1e-3)
+    pack(tmp_path)
+    packed.unlink()
     write(tmp_path, "wave", "soap", 1e-3, settings={"lr": 0.01})  # not those of the study: the run will say so
     plan = Plan(("burgers", "wave"), ("lm", "soap"), seeds=2, networks=("3x32", "4x64"))
     with pytest.raises(SystemExit, match="burgers lm: it broke"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from pathlib import Path
 
 import pytest
@@ -198,6 +199,17 @@ def test_a_file_that_is_no_record_is_named(tmp_path: Path) -> None:
     path.write_text("\n".join(path.read_text().splitlines()[:-1]) + "\n")
     with pytest.raises(ValueError, match=r"lm-60s-seed0.jsonl is no record of a run .*: remove it and repeat the run"):
         table(tmp_path)
+
+
+def test_tables_of_packed_runs_are_the_same(results: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(results, tmp_path, dirs_exist_ok=True)
+    main(["pack", "--results", str(tmp_path)])
+    assert capsys.readouterr().out == f"{tmp_path / 'pinn' / '3x32.jsonl'}\n"
+    for folder in (path for path in (tmp_path / "pinn").iterdir() if path.is_dir()):
+        shutil.rmtree(folder)
+    assert table(tmp_path) == table(results)
+    main(["pinn", "figure", "--results", str(tmp_path), "--out", str(tmp_path)])
+    assert "No pictures of solutions" in capsys.readouterr().out
 
 
 def test_medians_over_seeds_hold_the_last_point(results: Path) -> None:

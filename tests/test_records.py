@@ -5,12 +5,15 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from experiments import records
 from experiments.budget import Budget
+from experiments.files import finished
+from experiments.packed import pack
 from experiments.records import Point, Run
 from experiments.series import ahead, series
 
@@ -48,6 +51,48 @@ def test_a_run_comes_back_as_written(tmp_path: Path) -> None:
     assert (last.step, last.seconds, last.gradients, last.loss, last.error) == (7, 7.0, 35.0, 4.0, 2.0)
     assert last.report == report
     assert records.read_runs(tmp_path) == [found]
+
+
+def test_packed_runs_are_read_as_their_own_files(tmp_path: Path) -> None:
+    report = {"seconds": {"gradient": 1.0}, "ritz_values": [0.5], "notes": []}
+    for seed in (0, 1):
+        lines = [header("curves", "ksd", seed), point(0, 9.0), point(7, None, error=2.0, report=report)]
+        path = write(tmp_path, [*lines, {"kind": "end", "reason": "early stop"}])
+    write(tmp_path, [header("mnist-ae", "hf", 0), point(0, 9.0)])  # not ended
+    before = records.read_runs(tmp_path)
+    assert pack(tmp_path) == [tmp_path / "curves.jsonl", tmp_path / "mnist-ae.jsonl"]
+    expected, budget = {"settings": {"krylov_dim": 20}, "samples": 1000}, Budget(20.0, "seconds")
+    assert finished(path, budget, **expected)
+    shutil.rmtree(tmp_path / "curves")
+    shutil.rmtree(tmp_path / "mnist-ae")
+    assert finished(path, budget, **expected)
+    assert not finished(path, budget, **{**expected, "samples": 10})
+    assert not finished(path.with_name("ksd-seed2.jsonl"), budget, **expected)
+    assert not finished(tmp_path / "mnist-ae" / "hf-seed0.jsonl", budget, **expected)
+    after = records.read_runs(tmp_path)
+    # All but the reports: of those, the Ritz values are kept of the first seed alone.
+    bare = [[dataclasses.asdict(dataclasses.replace(p, report=None)) for p in run.points] for run in before]
+    assert str(bare) == str(
+        [[dataclasses.asdict(dataclasses.replace(p, report=None)) for p in r.points] for r in after]
+    )
+    assert [dataclasses.replace(run, points=()) for run in after] == [dataclasses.replace(r, points=()) for r in before]
+    assert after[0].points[1].report == {"seconds": {"gradient": 1.0}, "ritz_values": [0.5]}
+    assert after[1].points[1].report == {"seconds": {"gradient": 1.0}}
+
+
+def test_a_run_of_its_own_counts_before_the_packed_one(tmp_path: Path) -> None:
+    for seed in (0, 1):
+        write(tmp_path, [header("curves", "ksd", seed), point(0, 9.0)])
+    pack(tmp_path)
+    shutil.rmtree(tmp_path / "curves")
+    write(tmp_path, [header("curves", "ksd", 1), point(0, 5.0)])
+    assert [run.points[0].loss for run in records.read_runs(tmp_path)] == [9.0, 5.0]
+    pack(tmp_path)
+    shutil.rmtree(tmp_path / "curves")
+    assert [run.points[0].loss for run in records.read_runs(tmp_path)] == [9.0, 5.0]
+    (tmp_path / "other.jsonl").write_text('{"kind":"run"}\n')
+    with pytest.raises(ValueError, match="line 1, is no packed run"):
+        records.read_runs(tmp_path)
 
 
 @pytest.mark.parametrize("kept", range(1, 60, 7))

@@ -76,6 +76,11 @@ def test_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "| bits flipped | 1 | 1 refused | 0 |" in text
     assert "1 random problems, 1 damaged or crafted checkpoints, 15 kills by SIGKILL" in text
     assert text.strip().endswith("Lost: 1.")
+    assert main(["pack", "--results", str(tmp_path)]) == 0
+    assert [record["seed"] for record in read(tmp_path / "kills.jsonl")] == [0, 1, 2]
+    assert len((tmp_path / "kills.jsonl").read_text().splitlines()) == 1
+    assert main(["table", "--results", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == text
     page = tmp_path / "page.md"
     page.write_text("before\n<!-- table -->\nold\n<!-- /table -->\nafter\n")
     assert main(["table", "--results", str(tmp_path), "--into", str(page)]) == 0

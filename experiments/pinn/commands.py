@@ -211,8 +211,13 @@ def _table(options: Table) -> None:
 def _figure(options: Figure) -> None:
     from experiments.pinn.figures import figures
 
-    for path in figures(options.results, options.out, options.methods):
-        sys.stdout.write(f"{path}\n")
+    paths = figures(options.results, options.out, options.methods)
+    sys.stdout.writelines(f"{path}\n" for path in paths)
+    if not any("-fields-" in path.name for path in paths):
+        sys.stdout.write(
+            "No pictures of solutions: they need the .npz files beside runs of seed 0, which git does not keep. "
+            "Make those with `python -m experiments pinn study --results mine`.\n"
+        )
 
 
 _COMMANDS: dict[type, Callable[[Any], None]] = {

@@ -1,7 +1,8 @@
 """Runs of the PINN study as they were recorded, and what tables and figures ask of them. Nothing here trains.
 
-A run is one file, ``<results>/pinn/<problem>/<network>/<label>-seed<seed>.jsonl``: a header, points, an end. Files are
-written when a run has ended, so there are no half ones. A number that was not finite is null there and NaN here.
+A run is one file, ``<results>/pinn/<problem>/<network>/<label>-seed<seed>.jsonl``: a header, points, an end; or it is a
+line of the packed file ``<results>/pinn/<network>.jsonl``. Files are written when a run has ended, so there are no half
+ones. A number that was not finite is null there and NaN here.
 
 n   number of parameters of the network
 N   number of residuals, over all terms of the loss
@@ -10,13 +11,13 @@ N   number of residuals, over all terms of the loss
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import statistics
 from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from experiments import packed
 from experiments.pinn.style import BASE
 
 FOLDER = "pinn"
@@ -138,13 +139,35 @@ def path_of(results: Path, problem: str, network: str, label: str, seed: int) ->
 
 
 def read_run(path: Path) -> Run:
-    """One file.
+    """The run of one file.
 
     Raises:
         ValueError: it is not the whole record of a run.
     """
+    return _run(packed.lines(path), path, path)
+
+
+def read_runs(results: Path) -> list[Run]:
+    """All runs of a folder that holds ``pinn``, packed or not, in the order of their own files.
+
+    Raises:
+        ValueError: a file there is not the whole record of a run.
+    """
+    folder = results / FOLDER
+    found: dict[Path, Run] = {}
+    for file in sorted(folder.glob("*.jsonl")):
+        for lines in packed.read(file):
+            header = lines[0][1]
+            path = path_of(results, *(header[key] for key in ("problem", "network", "label", "seed")))
+            found[path] = _run(lines, file, path)
+    found |= {path: read_run(path) for path in folder.glob("*/*/*-seed*.jsonl")}
+    return [found[path] for path in sorted(found)]
+
+
+def _run(lines: packed.Lines, file: Path, path: Path) -> Run:
+    """The run of these lines, which stand in a file; ``path`` is that of the run by itself."""
     try:
-        header, *points, end = (json.loads(line) for line in path.read_text().splitlines())
+        header, *points, end = (line for _, line in lines)
         if (header["kind"], end["kind"]) != ("run", "end"):
             raise ValueError('its first line is not of kind "run", or its last not of kind "end"')
         return Run(
@@ -156,7 +179,7 @@ def read_run(path: Path) -> Run:
             path=path,
         )
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is no record of a run ({error}): remove it and repeat the run.") from error
+        raise ValueError(f"{file} is no record of a run ({error}): remove it and repeat the run.") from error
 
 
 def read_groups(
@@ -182,8 +205,7 @@ def read_groups(
         ValueError: there are no such runs.
     """
     found: dict[tuple[str, float], dict[str, dict[str, list[Run]]]] = {}
-    for path in sorted((results / FOLDER).glob("*/*/*-seed*.jsonl")):
-        run = read_run(path)
+    for run in read_runs(results):
         if run.column in columns or (not columns and run.column == run.method):
             by = found.setdefault((run.network, run.seconds), {}).setdefault(run.problem, {})
             by.setdefault(run.column, []).append(run)

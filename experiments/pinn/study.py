@@ -17,7 +17,7 @@ from typing import Any
 from experiments.pinn.ablations import CHANGES
 from experiments.pinn.loop import RunConfig, checked
 from experiments.pinn.problems import PROBLEMS
-from experiments.pinn.records import geometric_mean, path_of, read_run
+from experiments.pinn.records import geometric_mean, path_of, read_run, read_runs
 from experiments.pinn.rivals import GRIDS, METHODS
 from experiments.pinn.style import BASE
 from experiments.processes import Task, run_all
@@ -173,18 +173,19 @@ def _run(configs: Sequence[RunConfig], results: Path, jobs: int) -> list[str]:
     if jobs < 1:
         raise ValueError(f"--jobs {jobs}: must be at least 1.")
     configs = [checked(config) for config in configs]  # all mistakes are found before anything runs
-    tasks = [_task(config, results) for config in configs if not _finished(config, results)]
-    return run_all(tasks, jobs)
+    # What is recorded with just these settings is not run again.
+    done = {run.path: run.settings for run in read_runs(results)}
+    wanted = [config for config in configs if done.get(_path(config, results)) != _read_back(config.settings)]
+    return run_all([_task(config, results) for config in wanted], jobs)
+
+
+def _read_back(settings: Mapping[str, Any]) -> Any:
+    """Settings as a file has them."""
+    return json.loads(json.dumps(settings))
 
 
 def _path(config: RunConfig, results: Path) -> Path:
     return path_of(results, config.problem, config.network, config.name, config.seed)
-
-
-def _finished(config: RunConfig, results: Path) -> bool:
-    """Whether the file is there, of just these settings; if of others, the run itself says so."""
-    path = _path(config, results)
-    return path.exists() and read_run(path).settings == json.loads(json.dumps(config.settings))
 
 
 def _task(config: RunConfig, results: Path) -> Task:
