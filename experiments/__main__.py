@@ -112,7 +112,7 @@ class Figure:
     problems: tyro.conf.Positional[tuple[str, ...]] = ()
     """Which; all that have runs unless given."""
     results: Path = RESULTS
-    out: Path = Path("docs/figures")
+    out: Path = Path("figures")
 
 
 @dataclasses.dataclass(frozen=True)

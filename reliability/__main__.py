@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the first trial; those after it have the next ones")
     parser.add_argument("--results", type=Path, default=RESULTS, help="where trials are recorded (%(default)s)")
     parser.add_argument("--into", type=Path, help=f"table: put it into this file, between {' and '.join(MARKS)}")
-    parser.add_argument("--out", type=Path, default=Path("docs/figures"), help="figure: where to (%(default)s)")
+    parser.add_argument("--out", type=Path, default=Path("figures"), help="figure: where to (%(default)s)")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
     given = parser.parse_args(arguments)
     try:

@@ -104,7 +104,7 @@ class Figure:
     """Draw the training loss over CPU seconds, a panel for each task, as PNG; trains nothing."""
 
     results: Path = RESULTS
-    out: Path = Path("docs/figures")
+    out: Path = Path("figures")
 
 
 Command = (

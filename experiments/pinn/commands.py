@@ -113,7 +113,7 @@ class Figure:
     methods: tuple[str, ...] = ()
     """Only these, methods or labels without their budget; all methods unless given."""
     results: Path = RESULTS
-    out: Path = Path("docs/figures")
+    out: Path = Path("figures")
 
 
 Command = (
