@@ -2,9 +2,9 @@
 
     python examples/distributed_mnist.py --data DIRECTORY
     torchrun --nproc-per-node 4 examples/distributed_mnist.py --data DIRECTORY
-    torchrun --nproc-per-node 4 --max-restarts 3 examples/distributed_mnist.py --data DIRECTORY --checkpoints runs/mnist
+    torchrun --nproc-per-node 4 --max-restarts 3 examples/distributed_mnist.py --data DIRECTORY --checkpoint FILE
 
-The directory holds ``mnist.npz`` with the arrays x_train, y_train, x_test and y_test. With ``--checkpoints``, a run
+The directory holds ``mnist.npz`` with the arrays x_train, y_train, x_test and y_test. With ``--checkpoint``, a run
 goes on where the last one ended, whatever the number of ranks of either.
 """
 # ruff: noqa: T201
@@ -43,7 +43,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=10, help="in all, those of a checkpoint included (%(default)s)")
     parser.add_argument("--samples", type=int, default=10_000, help="of the training set (%(default)s)")
     parser.add_argument("--dtype", choices=("float32", "float64"), default="float32")
-    parser.add_argument("--checkpoints", metavar="DIR", help="save after every step, and go on from the latest")
+    parser.add_argument("--checkpoint", metavar="FILE", help="save after every step, and go on from it")
     parser.add_argument("--timeout", type=float, default=600, help="seconds until a rank that hangs is an error")
     given = parser.parse_args()
     if not given.data:
@@ -73,14 +73,14 @@ def main() -> None:
         return nn.functional.cross_entropy(logits, batch[1]), logits
 
     done = 0
-    if given.checkpoints and (extra := checkpoint.load(given.checkpoints, model, optimizer)) is not None:
+    if given.checkpoint and (extra := checkpoint.load(given.checkpoint, model, optimizer)) is not None:
         done = extra["steps"]
     for step in range(done, given.steps):
         report = optimizer.step(closure, sets)
         if first:
             print(f"{report.iteration:3d}  loss {report.loss:.12g}", flush=True)
-        if given.checkpoints:
-            checkpoint.save(given.checkpoints, model, optimizer, extra={"steps": step + 1})
+        if given.checkpoint:
+            checkpoint.save(given.checkpoint, model, optimizer, extra={"steps": step + 1})
 
     loss = optimizer.settle(closure, sets).loss  # a collective: every rank calls it
     if first:

@@ -1,9 +1,8 @@
 """Checkpoints in every form and under every option, brought back; and damaged, of another version or model, or crafted.
 
 A damaged checkpoint is well if it is refused, by an error that names the file, with nothing touched and nothing run; or
-if what it brings back has the bits that were saved: not every bit of a file matters. A directory may also fall back to
-the older checkpoint in it, with a warning. Anything else is lost: other values, another error, a state that was half
-loaded, a file that a crafted checkpoint was to make.
+if what it brings back has the bits that were saved: not every bit of a file of ``torch.save`` matters. Anything else is
+lost: other values, another error, a state that was half loaded, a file that a crafted checkpoint was to make.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import random
 import shutil
 import tempfile
 import time
-import warnings
 from collections.abc import Callable, Container
 from pathlib import Path
 from typing import Any
@@ -22,10 +20,9 @@ from typing import Any
 import torch
 from experiments.baselines import HessianFree
 
-from krylov_descent.cli.target import UsageError
 from krylov_descent.sealing import KEY
 from reliability import malice
-from reliability.forms import DIRECTORY, FILE, FORMS, STATES, Form, Options, Run
+from reliability.forms import FILE, FORMS, NAME, STATES, Form, Options, Run
 from reliability.snapshot import Snapshot
 from reliability.training import digest
 
@@ -80,106 +77,89 @@ def _round_trip(_: str, form: Form, root: Path, randomly: random.Random) -> Judg
 
 
 @functools.cache
-def _sample(form: Form, number: int) -> tuple[Options, Path, dict[str, str]]:
-    """Options, a directory with a checkpoint, or two, and digests of the older and the last."""
+def _sample(form: Form, number: int) -> tuple[Options, Path, str]:
+    """Options, a directory with a checkpoint, and its digest."""
     options = Options.drawn(random.Random(1000 + number))
     kept = Run(options)
     root = Path(tempfile.mkdtemp(prefix="reliability-sample-"))
     atexit.register(shutil.rmtree, root, ignore_errors=True)
-    digests = {}
-    for age in ("older", "last"):
-        kept.steps(2)
-        form.save(root, kept)
-        digests[age] = digest(kept.model, kept.optimizer)
-    return options, root, digests
+    kept.steps(4)
+    form.save(root, kept)
+    return options, root, digest(kept.model, kept.optimizer)
 
 
-def _copied(form: Form, root: Path, randomly: random.Random) -> tuple[Options, Path, dict[str, str]]:
-    options, source, digests = _sample(form, randomly.randrange(SAMPLES))
+def _copied(form: Form, root: Path, randomly: random.Random) -> tuple[Options, Path, str]:
+    options, source, saved = _sample(form, randomly.randrange(SAMPLES))
     shutil.copytree(source, root / "run")
-    return options, root / "run", digests
-
-
-def _files(directory: Path) -> list[Path]:
-    """Those that are read: of a directory, the last checkpoint and its pointer; a model's own file is torch's."""
-    steps = sorted(directory.glob("step-*"))
-    found = (path for path in directory.rglob("*") if path.is_file() and path.name != "model.pt")
-    return sorted(path for path in found if path.parent not in steps[:-1])
+    return options, root / "run", saved
 
 
 def _damaged(name: str, form: Form, root: Path, randomly: random.Random) -> Judged:
-    options, directory, digests = _copied(form, root, randomly)
-    path = randomly.choice(_files(directory))
+    options, directory, saved = _copied(form, root, randomly)
+    path = directory / (NAME if form is FILE else "optimizer.pt")  # a model's own file is torch's
     data = bytearray(path.read_bytes())
-    what = f"{path.relative_to(directory)}: {_DAMAGES[name](data, randomly)}"
+    what = f"{path.name}: {_DAMAGES[name](data, randomly)}"
+    same = data == path.read_bytes()
     path.write_bytes(data)
-    return _judge(form, directory, Run(options, start=1), digests, what)
-
-
-def _missing(_: str, form: Form, root: Path, randomly: random.Random) -> Judged:
-    options, directory, digests = _copied(form, root, randomly)
-    path = randomly.choice(_files(directory))
-    path.unlink()
-    return _judge(form, directory, Run(options, start=1), digests, f"without {path.relative_to(directory)}")
+    outcome, what, wrong = _judge(form, directory, Run(options, start=1), saved, what)
+    if outcome == "loaded as saved" and form is FILE and not same:
+        wrong = "a file that was damaged is loaded"
+    return outcome, what, wrong
 
 
 def _another_model(_: str, form: Form, root: Path, randomly: random.Random) -> Judged:
-    options, directory, _digests = _copied(form, root, randomly)
+    options, directory, _ = _copied(form, root, randomly)
     if form is STATES and randomly.random() < 0.5:
         run = Run(options)
         other = randomly.choice([HessianFree, torch.optim.Adam])(run.model.parameters())
         for p in run.model.parameters():
             other.state[p]["iteration" if isinstance(other, HessianFree) else "step"] = 3
         torch.save(other.state_dict(), directory / "optimizer.pt")
-        return _judge(form, directory, run, {}, f"of {type(other).__name__}")
-    return _judge(form, directory, Run(options, width=randomly.choice([1, 3, 5])), {}, "another width")
+        return _judge(form, directory, run, "", f"of {type(other).__name__}")
+    return _judge(form, directory, Run(options, width=randomly.choice([1, 3, 5])), "", "another width")
 
 
 def _another_version(_: str, form: Form, root: Path, randomly: random.Random) -> Judged:
-    options, directory, _digests = _copied(form, root, randomly)
-    version: Any = randomly.choice([3, 99, -1, 1 << 80, "2", None, 1.5, [1]])
-    if form is DIRECTORY:
-        path, document = malice.document_in(directory)
-        malice.write_document(path, {**document, "version": version})
-        (directory / "latest").write_text(path.parent.name)
+    options, directory, _ = _copied(form, root, randomly)
+    version: Any = randomly.choice([0, 3, 99, -1, 1 << 80, "2", None, 1.5, [1]])
+    if form is FILE:
+        tensors, document = malice.contents(directory / NAME)
+        malice.rewrite(directory / NAME, tensors, {**document, "version": version})
     else:
-        path = directory / ("checkpoint.pt" if form is FILE else "optimizer.pt")
+        path = directory / "optimizer.pt"
         kept = torch.load(path, weights_only=True)
-        (kept if form is FILE else kept[KEY])["version"] = version
+        kept[KEY]["version"] = version or -1
         torch.save(kept, path)
-    return _judge(form, directory, Run(options, start=1), {}, f"version {version!r}")
+    return _judge(form, directory, Run(options, start=1), "", f"version {version!r}")
 
 
 def _crafted(name: str, form: Form, root: Path, randomly: random.Random) -> Judged:
-    options, directory, digests = _copied(form, root, randomly)
-    craft = malice.torch_file if form is not DIRECTORY else malice.OF_DIRECTORY[name]
+    options, directory, saved = _copied(form, root, randomly)
+    craft = malice.torch_file if form is STATES else malice.OF_FILE[name]
     what = craft(directory, root / "fired", randomly)
-    outcome, what, wrong = _judge(form, directory, Run(options, start=1), digests, what)
+    outcome, what, wrong = _judge(form, directory, Run(options, start=1), saved, what)
+    if outcome != "refused" and form is FILE:
+        wrong = f"it is loaded. {wrong}"
     if (root / "fired").exists():
         wrong = f"what a crafted file said was run. {wrong}"
     return outcome, what, wrong
 
 
-def _judge(form: Form, directory: Path, bystander: Run, digests: dict[str, str], what: str) -> Judged:
+def _judge(form: Form, directory: Path, bystander: Run, saved: str, what: str) -> Judged:
     """Load into a run that is elsewhere; which must come through unharmed."""
     bystander.steps(1)
     before = Snapshot(bystander.model, bystander.optimizer)
-    with warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always")
-        try:
-            form.load(directory, bystander)
-        except Exception as error:
-            return _judge_refusal(form, directory, before, error, what)
-    found = digest(bystander.model, bystander.optimizer)
-    if found == digests.get("last"):
+    try:
+        form.load(directory, bystander)
+    except Exception as error:
+        return _judge_refusal(form, directory, before, error, what)
+    if digest(bystander.model, bystander.optimizer) == saved:
         return "loaded as saved", what, ""
-    if found == digests.get("older") and any("not there or not complete" in str(w.message) for w in warned):
-        return "the older one, with a warning", what, ""
     return "", what, f"other values were loaded ({what})"
 
 
 def _judge_refusal(form: Form, directory: Path, before: Snapshot, error: Exception, what: str) -> Judged:
-    said = f"{error} {error.remedy}" if isinstance(error, UsageError) else str(error)
+    said = str(error)
     what = f"{what} → {type(error).__name__}: {said}"
     frames = []
     at = error.__traceback__
@@ -188,13 +168,13 @@ def _judge_refusal(form: Form, directory: Path, before: Snapshot, error: Excepti
         at = at.tb_next
     by_torch = not form.ours and "krylov_descent" not in frames[-1]
     wrong = []
-    if not by_torch and not isinstance(error, (ValueError, FileNotFoundError, UsageError)):
+    if not by_torch and not isinstance(error, ValueError):
         wrong.append(f"refused by a {type(error).__name__}")
     if form.ours and str(directory) not in said:
         wrong.append("the message does not name the file")
-    # A command that cannot load ends: only what goes on must be as it was.
-    changed = [] if form is FILE else before.changed()
-    wrong += [f"{name} changed by a load that failed" for name in changed]
+    if form.ours and not any(word in said for word in ("Load ", "load ", "Build ", "Give ")):
+        wrong.append("the message has no remedy")
+    wrong += [f"{name} changed by a load that failed" for name in before.changed()]
     return "refused by torch.load" if by_torch else "refused", what, f"{'; '.join(wrong)} ({what})" if wrong else ""
 
 
@@ -233,16 +213,14 @@ _DAMAGES: dict[str, Callable[[bytearray, random.Random], str]] = {
 _TRIALS: dict[str, Callable[[str, Form, Path, random.Random], Judged]] = {
     "round trip": _round_trip,
     **dict.fromkeys(_DAMAGES, _damaged),
-    "a file missing": _missing,
     "another model or optimizer": _another_model,
     "another version": _another_version,
-    **dict.fromkeys([*malice.OF_DIRECTORY, "a pickle in the file"], _crafted),
+    **dict.fromkeys(malice.OF_FILE, _crafted),
 }
 #: Trial n is of case n modulo their number; flips, of which most say something, come twice.
 CASES: tuple[tuple[str, Form], ...] = tuple(
     (name, form)
     for name in (*_TRIALS, "one bit flipped", "round trip")
     for form in FORMS
-    if (name not in malice.OF_DIRECTORY and name != "a file missing") or form is DIRECTORY
-    if name != "a pickle in the file" or form is not DIRECTORY
+    if form is FILE or name not in malice.OF_FILE or name == "a pickle in the file"
 )

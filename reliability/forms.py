@@ -1,7 +1,7 @@
 """The forms in which a run is kept, and runs under random options to keep in them.
 
-A directory of ``krylov_descent.distributed.checkpoint``; the file that ``krylov-descent train`` writes; and
-``optimizer.state_dict()`` beside the model's, in a file of ``torch.save``.
+The file of ``krylov_descent.distributed.checkpoint``, which ``krylov-descent train`` writes, too; and
+``optimizer.state_dict()`` beside the model's, in files of ``torch.save``.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from krylov_descent import KSD, Fisher, Rational, Search, Storage, Subsets
-from krylov_descent.cli.checkpoint import Checkpoints
 from krylov_descent.distributed import checkpoint
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
+NAME = "run.safetensors"
 _N = 40
 
 
@@ -119,7 +119,7 @@ class Form:
 
     Attributes:
         name: for a table.
-        save: keeps a run; called again, it keeps a later state of it.
+        save: keeps a run.
         load: brings it back.
         ours: whether the whole file is read by this package, so that every refusal must name it.
     """
@@ -130,23 +130,13 @@ class Form:
     ours: bool = True
 
 
-def _save_directory(root: Path, run: Run) -> None:
-    checkpoint.save(root, run.model, run.optimizer, extra={"kept": True})
-
-
-def _load_directory(root: Path, run: Run) -> None:
-    if checkpoint.load(root, run.model, run.optimizer) != {"kept": True}:
-        raise AssertionError("extra did not come back")
-
-
 def _save_file(root: Path, run: Run) -> None:
-    kept = Checkpoints(root / "checkpoint.pt", run.model, run.optimizer)
-    kept.step_taken(last=True)
+    checkpoint.save(root / NAME, run.model, run.optimizer, extra={"kept": True})
 
 
 def _load_file(root: Path, run: Run) -> None:
-    if Checkpoints(root / "checkpoint.pt", run.model, run.optimizer).load() != 1:
-        raise AssertionError("the number of steps did not come back")
+    if checkpoint.load(root / NAME, run.model, run.optimizer) != {"kept": True}:
+        raise AssertionError("extra did not come back")
 
 
 def _save_states(root: Path, run: Run) -> None:
@@ -160,7 +150,6 @@ def _load_states(root: Path, run: Run) -> None:
     run.model.load_state_dict(torch.load(root / "model.pt", weights_only=True))
 
 
-DIRECTORY = Form("directory", _save_directory, _load_directory)
-FILE = Form("the command line's file", _save_file, _load_file)
+FILE = Form("file", _save_file, _load_file)
 STATES = Form("state_dict", _save_states, _load_states, ours=False)
-FORMS = (DIRECTORY, FILE, STATES)
+FORMS = (FILE, STATES)

@@ -1,4 +1,4 @@
-"""Checkpoints that somebody crafted: pickles that run what they say, paths that lead elsewhere, numbers that are none.
+"""Checkpoints that somebody crafted: pickles that run what they say, headers that lie, numbers that are none.
 
 Each function changes a checkpoint in a directory. What it plants would make the file ``fired`` if it were run.
 """
@@ -7,20 +7,24 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import os
 import pickle
 import random
 import subprocess
 import zipfile
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor
 
-from krylov_descent.distributed.directory import pointer_to
-from krylov_descent.distributed.manifest import MANIFEST, crc32_of
+from krylov_descent.distributed.tensor_file import KEY, LIMIT, write
+from krylov_descent.sealing import checksum
+from reliability.forms import NAME
 
 
 class Bomb:
@@ -44,32 +48,36 @@ class Bomb:
 WAYS = ("path", "system", "mkdir", "exec", "eval", "subprocess")
 
 
-def document_in(root: Path) -> tuple[Path, dict[str, Any]]:
-    """The manifest of the newest checkpoint in a directory."""
-    path = sorted(root.glob("step-*"))[-1] / MANIFEST
-    document: dict[str, Any] = json.loads(path.read_text())
-    return path, document
+def contents(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The tensors and the JSON document of a checkpoint."""
+    with safe_open(path, framework="pt") as file:
+        document: dict[str, Any] = json.loads(file.metadata()[KEY])
+    return load_file(path), document
 
 
-def write_document(path: Path, document: dict[str, Any]) -> None:
-    """A manifest with the checksum that it should have."""
-    document.pop("crc32", None)
-    path.write_text(json.dumps({**document, "crc32": crc32_of(document)}))
+def sealed(tensors: dict[str, Tensor], document: dict[str, Any]) -> str:
+    """A document as JSON, with the checksum that it should have."""
+    said = {key: value for key, value in document.items() if key != "crc32"}
+    return json.dumps({**said, "crc32": checksum([json.dumps(said, sort_keys=True), tensors])}, sort_keys=True)
+
+
+def rewrite(path: Path, tensors: dict[str, Tensor], document: dict[str, Any]) -> None:
+    """A checkpoint with other contents, and a checksum that says so."""
+    write(path, tensors, sealed(tensors, document))
 
 
 def torch_file(root: Path, fired: Path, randomly: random.Random) -> str:
     """A bomb in a file of torch.save: alone, among the values, as the archive's pickle, or as no archive at all."""
-    path = next(path for name in ("optimizer.pt", "checkpoint.pt") if (path := root / name).exists())
+    path = root / "optimizer.pt"
     bomb = Bomb(fired, randomly.choice(WAYS))
     way = randomly.choice(["alone", "a value", "a state", "the archive's pickle", "a bare pickle", "the old format"])
     kept = torch.load(path, weights_only=True)
     if way == "alone":
         torch.save(bomb, path)
     elif way == "a value":
-        torch.save({**kept, "steps": bomb, "more": bomb}, path)
+        torch.save({**kept, "more": bomb}, path)
     elif way == "a state":
-        state = kept.get("optimizer", kept)["state"]
-        state[0]["iteration"] = bomb
+        kept["state"][0]["iteration"] = bomb
         torch.save(kept, path)
     elif way == "the archive's pickle":
         _replace_pickle(path, pickle.dumps(bomb, protocol=2))
@@ -88,63 +96,31 @@ def _replace_pickle(path: Path, data: bytes) -> None:
     path.write_bytes(made.getvalue())
 
 
-def metadata(root: Path, fired: Path, randomly: random.Random) -> str:
-    """The pickles that torch.distributed.checkpoint would load, with our manifest beside them or without."""
-    path, _ = document_in(root)
-    for name in (".metadata", "__0.metadata", "__0_0.metadata"):
-        for place in (root, path.parent):
-            (place / name).write_bytes(pickle.dumps(Bomb(fired, randomly.choice(WAYS))))
-    if randomly.random() < 0.5:
-        return "beside the manifest"
-    for manifest in root.glob(f"step-*/{MANIFEST}"):
-        manifest.unlink()
-    return "in place of the manifest"
-
-
-def data_file(root: Path, fired: Path, randomly: random.Random) -> str:
-    """A block of a tensor that is a pickle, with the right sizes and checksums."""
-    path, document = document_in(root)
+def unpickled(root: Path, fired: Path, randomly: random.Random) -> str:
+    """A pickle in place of a checkpoint, or as the numbers of a tensor, with the right checksum."""
     bomb = Bomb(fired, randomly.choice(WAYS))
-    made = io.BytesIO()
-    torch.save(bomb, made)
-    data = randomly.choice([pickle.dumps(bomb), made.getvalue()]) + bytes(2000)
-    (path.parent / "evil").write_bytes(data)
-    document["files"]["evil"] = len(data)
-    name: str = randomly.choice(sorted(document["tensors"]))
-    block = document["tensors"][name]["blocks"][0]
-    block.update(file="evil", start=0, length=len(data), crc32=zlib.crc32(data))
-    write_document(path, document)
-    return name
+    way = randomly.choice(["a bare pickle", "a file of torch.save", "the numbers of a tensor"])
+    if way == "a bare pickle":
+        (root / NAME).write_bytes(pickle.dumps(bomb, protocol=randomly.choice([0, 2, 4])))
+    elif way == "a file of torch.save":
+        torch.save(bomb, root / NAME)
+    else:
+        tensors, document = contents(root / NAME)
+        data = torch.frombuffer(bytearray(pickle.dumps(bomb)), dtype=torch.uint8)
+        rewrite(root / NAME, {**tensors, randomly.choice(sorted(tensors)): data}, document)
+    return way
 
 
-def traversal(root: Path, fired: Path, randomly: random.Random) -> str:
-    """Paths that lead out of the directory."""
-    path, document = document_in(root)
-    outside = root.parent / "outside"
-    outside.write_bytes(pickle.dumps(Bomb(fired, randomly.choice(WAYS))))
-    size = outside.stat().st_size
-    where = randomly.choice(["../../outside", str(outside), "../step-00000001/../../outside", "..", "a/b", "C:\\x", ""])
-    if randomly.random() < 0.3:
-        name = randomly.choice(["../outside", "/", "step-00000001/..", "..", str(outside)])
-        (root / "latest").write_text(randomly.choice([f"{name}\n", pointer_to(name)]))
-        return f"latest: {name}"
-    document["files"][where] = size
-    block = randomly.choice([entry["blocks"][0] for entry in document["tensors"].values()])
-    block.update(file=where, start=0, length=size, crc32=zlib.crc32(outside.read_bytes()))
-    write_document(path, document)
-    return where
-
-
-#: What a crafted manifest says, and where.
+#: What crafted metadata say, and where.
 _VALUES: tuple[Any, ...] = (
-    *(None, True, -1, 1 << 70, 0.5, "", "__import__('os').system('true')", [], {}, [1 << 40, 1 << 40], [[[]]]),
-    *({"__reduce__": ["os.system", "true"]}, "torch.nn.Module", "object", "../../x", "\x00", "nan", 1e308),
+    *(None, True, -1, 1 << 70, 10**400, 0.5, "", "__import__('os').system('true')", [], {}, [1 << 40, 1 << 40], [[[]]]),
+    *({"__reduce__": ["os.system", "true"]}, "torch.nn.Module", "object", "../../x", "\x00", "NaN", 1e308),
 )
 
 
-def manifest(root: Path, fired: Path, randomly: random.Random) -> str:
-    """A value of the wrong kind, anywhere in the manifest."""
-    path, document = document_in(root)
+def metadata(root: Path, fired: Path, randomly: random.Random) -> str:
+    """A value of the wrong kind, anywhere in the metadata, with the right checksum."""
+    tensors, document = contents(root / NAME)
     while True:
         place: Any = document
         keys: list[Any] = []
@@ -153,42 +129,104 @@ def manifest(root: Path, fired: Path, randomly: random.Random) -> str:
             keys.append(key)
             parent, place = place, place[key]
         value = randomly.choice(_VALUES)
-        # A value of the same kind is not of the wrong one; what a user puts into extra is theirs.
-        if keys[0] != "crc32" and "extra" not in keys[1:] and type(value) is not type(place):
+        # A number in place of another is one; what a user puts into extra is theirs.
+        numbers = isinstance(value, (int, float)) and isinstance(place, (int, float)) and "settings" in keys
+        if keys[0] not in ("crc32", "extra") and type(value) is not type(place) and not numbers:
             break
-    if isinstance(value, dict) and fired:
-        value = {**value, "fired": str(fired)}
+    if keys[-1] in ("lr", "accepted_loss") or (keys[0] == "numbers" and type(value) is float):
+        value = "no number"
     parent[keys[-1]] = value
-    write_document(path, document)
-    return f"{'/'.join(map(str, keys))} = {value!r}"
+    rewrite(root / NAME, tensors, document)
+    return f"{'/'.join(map(str, keys))} = {str(value)[:40]!r}"
 
 
 def text(root: Path, fired: Path, randomly: random.Random) -> str:
-    """A manifest that is hardly JSON."""
-    path, document = document_in(root)
-    written = json.dumps(document)
+    """Metadata that are hardly JSON, or too many."""
+    tensors, document = contents(root / NAME)
+    written = sealed(tensors, document)
     texts = {
         "deeply nested": "[" * 100_000,
-        "deep values": written.replace('"extra": {', '"extra": {"x": ' + "[" * 900 + "]" * 900 + ", ", 1),
+        "deep values": written.replace('"kept": true', '"x": ' + "[" * 100_000 + "]" * 100_000, 1),
         "a number of 10,000 digits": written.replace('"seed": ', '"seed": 1' + "0" * 10_000, 1),
         "infinity": written.replace('"weight_decay": ', '"weight_decay": 1e999, "x": ', 1),
         "NaN": written.replace('"weight_decay": ', '"weight_decay": NaN, "x": ', 1),
-        "the same key twice": written.replace('"seed": ', '"seed": 7, "seed": 8, "x": ', 1),
-        "other bytes": "\x00\ufffe" + written,
+        "the same key twice": written.replace('"seed": ', '"seed": 7, "seed": ', 1),
+        "more than may be": sealed(tensors, {**document, "extra": {"x": "y" * LIMIT}}),
+        "other characters": "\x00\ufffe" + written,
         "a pickle": pickle.dumps(Bomb(fired, randomly.choice(WAYS)), protocol=0).decode(),
         "an array": f"[{written}]",
+        "a number": "3",
+        "nothing": "",
     }
     way = randomly.choice(sorted(texts))
-    path.write_text(texts[way])
+    write(root / NAME, tensors, texts[way])
     return way
 
 
+def header(root: Path, fired: Path, randomly: random.Random) -> str:
+    """A header that lies about what comes after it."""
+    path = root / NAME
+    data = path.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    told, numbers = json.loads(data[8 : 8 + length]), data[8 + length :]
+    one, other = randomly.sample([name for name in told if name != "__metadata__"], 2)
+    way = randomly.choice(_HEADERS)
+    if way == "swapped":
+        told[one], told[other] = told[other], told[one]
+    elif way == "the place of another":
+        told[one]["data_offsets"] = told[other]["data_offsets"]
+    elif way == "of terabytes":
+        told[one] = {"dtype": "F64", "shape": [1 << 40], "data_offsets": [0, 1 << 43]}
+    elif way == "beyond all bounds":
+        told[one]["shape"] = [(1 << 63) - 1, (1 << 63) - 1]
+    elif way == "empty and vast":
+        told["model/more"] = {"dtype": "F32", "shape": [0, 1 << 62], "data_offsets": [len(numbers)] * 2}
+    elif way == "another dtype":
+        told[one]["dtype"] = randomly.choice(["I64", "F32", "F64", "C128", "object", 3])
+    elif way == "another shape":
+        told[one]["shape"] = [*told[one]["shape"], 1]
+    elif way == "no such name":
+        told[randomly.choice(["", "else", "optimizer/else", "../x"])] = told.pop(one)
+    elif way == "one fewer":
+        del told[one]
+    written = json.dumps(told)
+    if way == "the same key twice":
+        written = written.replace(f'"{one}": ', f'"{one}": {json.dumps(told[one])}, "{one}": ')
+    elif way == "nested":
+        written = "[" * 100_000
+    elif way == "spaces":
+        written += " " * 80
+    coded = written.encode()
+    said = 1 << 62 if way == "a long length" else len(coded)
+    path.write_bytes(said.to_bytes(8, "little") + coded + numbers)
+    return f"{way}: {one}"
+
+
+_HEADERS = (
+    *("swapped", "the place of another", "of terabytes", "beyond all bounds", "empty and vast", "another dtype"),
+    *("another shape", "no such name", "one fewer", "the same key twice", "nested", "spaces", "a long length"),
+)
+
+
+def not_finite(root: Path, fired: Path, randomly: random.Random) -> str:
+    """NaN or infinity in a vector, with the right checksum."""
+    tensors, document = contents(root / NAME)
+    vectors = sorted(name for name in tensors if not name.startswith("model/"))
+    if not vectors:
+        tensors["optimizer/d_prev"] = torch.full((3,), math.nan)
+        vectors = ["optimizer/d_prev"]
+    name = randomly.choice(vectors)
+    tensors[name].view(-1)[0] = randomly.choice([math.nan, math.inf, -math.inf])
+    rewrite(root / NAME, tensors, document)
+    return name
+
+
 Craft = Callable[[Path, Path, random.Random], str]
-#: By name; of a directory.
-OF_DIRECTORY: dict[str, Craft] = {
-    "a pickle for torch.distributed.checkpoint": metadata,
-    "a pickle in a data file": data_file,
-    "a path that leads elsewhere": traversal,
-    "a crafted manifest": manifest,
-    "a manifest that is hardly JSON": text,
+#: By name; of the checkpoint file.
+OF_FILE: dict[str, Craft] = {
+    "a pickle in the file": unpickled,
+    "crafted metadata": metadata,
+    "metadata that are hardly JSON": text,
+    "a header that lies": header,
+    "a vector that is not finite": not_finite,
 }

@@ -137,7 +137,7 @@ def soaked(_: Any, case: Case, seed: int, share: float) -> dict[str, Any]:
             losses.append(optimizer.step(closure, sets).loss)
             if (step + 1) % every == 0:
                 if case.saves:
-                    checkpoint.save(kept, model, optimizer)
+                    checkpoint.save(Path(kept) / "run.safetensors", model, optimizer)
                 curves["at"].append(step + 1)
                 curves["resident"].append(_status(directory, "VmRSS") * 1024)
                 curves["descriptors"].append(len(os.listdir(directory / "fd")))

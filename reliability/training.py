@@ -27,7 +27,6 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from krylov_descent import KSD, Subsets
-from krylov_descent.cli.checkpoint import Checkpoints
 from krylov_descent.distributed import checkpoint
 from krylov_descent.distributed.launch import init_process_group
 from reliability.phases import Phases
@@ -60,7 +59,6 @@ class Plan:
 
     Attributes:
         basis: of KSD.
-        form: of the checkpoints: a directory for any number of ranks, or the file of ``krylov-descent train``.
     """
 
     directory: str
@@ -68,7 +66,11 @@ class Plan:
     timeout: float = 60.0
     deaths: list[Death] = field(default_factory=list)
     basis: Literal["krylov", "rational"] = "krylov"
-    form: Literal["directory", "file"] = "directory"
+
+    @property
+    def checkpoint(self) -> Path:
+        """The file."""
+        return Path(self.directory) / "run.safetensors"
 
     def write(self) -> Path:
         """For ranks under torchrun."""
@@ -132,29 +134,10 @@ def built(plan: Plan, group: Any = None) -> tuple[nn.Module, KSD]:
     return model, KSD(model.parameters(), krylov_dim=5, basis=plan.basis, process_group=group)
 
 
-class Kept:
-    """The checkpoints of a training, in the form that its plan says."""
-
-    def __init__(self, plan: Plan, model: nn.Module, optimizer: KSD) -> None:
-        self._directory, self._model, self._optimizer = Path(plan.directory) / "checkpoints", model, optimizer
-        self._file: Checkpoints | None = None
-        if plan.form == "file":
-            self._directory.mkdir(parents=True, exist_ok=True)
-            self._file = Checkpoints(self._directory / "checkpoint.pt", model, optimizer)
-
-    def load(self) -> int:
-        """Go on from the newest; the steps behind it."""
-        if self._file is not None:
-            return self._file.load()
-        extra = checkpoint.load(self._directory, self._model, self._optimizer)
-        return 0 if extra is None else int(extra["steps"])
-
-    def save(self, steps: int) -> None:
-        """Save, with the steps behind it."""
-        if self._file is not None:
-            self._file.step_taken(last=True)
-        else:
-            checkpoint.save(self._directory, self._model, self._optimizer, extra={"steps": steps})
+def loaded(plan: Plan, model: nn.Module, optimizer: KSD) -> int:
+    """Go on from the checkpoint; the steps behind it, 0 if there is none."""
+    extra = checkpoint.load(plan.checkpoint, model, optimizer)
+    return 0 if extra is None else int(extra["steps"])
 
 
 def train(group: Any, plan: Plan, attempt: int = 0) -> dict[str, Any]:
@@ -188,12 +171,11 @@ def train(group: Any, plan: Plan, attempt: int = 0) -> dict[str, Any]:
         z = model(batch[0])
         return F.mse_loss(z, batch[1]), z
 
-    kept = Kept(plan, model, optimizer)
-    iteration = kept.load()
+    iteration = loaded(plan, model, optimizer)
     if rank == 0:
         log(plan.directory, "starts", attempt=attempt, iteration=iteration, time=time.monotonic())
     losses: dict[int, float] = {}
-    digests: dict[int, str] = {iteration: digest(model, optimizer, group)}
+    digests: dict[int, str] = {iteration: digest(model, optimizer)}
     undone = 0
     events: dict[str, int] = {}
     with phases.following():
@@ -208,16 +190,16 @@ def train(group: Any, plan: Plan, attempt: int = 0) -> dict[str, Any]:
                 _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
                 resource.setrlimit(resource.RLIMIT_FSIZE, (death.event, most))
             with phases.saving():
-                kept.save(iteration + 1)
+                checkpoint.save(plan.checkpoint, model, optimizer, extra={"steps": iteration + 1})
             for phase, n in phases.counts.items():
                 events[phase] = min(n, events.get(phase, n))
             iteration += 1
-            digests[iteration] = digest(model, optimizer, group)
+            digests[iteration] = digest(model, optimizer)
     theta = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
     return {
         "theta": theta.tolist(),
         "sha256 of θ": hashlib.sha256(theta.numpy().tobytes()).hexdigest(),
-        "sha256 of the state": digest(model, optimizer, group),
+        "sha256 of the state": digest(model, optimizer),
         "digests": digests,
         "losses": losses,
         "undone": undone,
@@ -225,18 +207,12 @@ def train(group: Any, plan: Plan, attempt: int = 0) -> dict[str, Any]:
     }
 
 
-def digest(model: nn.Module, optimizer: KSD, group: Any = None) -> str:
-    """sha256 of the model and of all that the optimizer remembers, put together from all ranks."""
-    vectors, numbers = optimizer.sharded_state()
+def digest(model: nn.Module, optimizer: KSD) -> str:
+    """sha256 of the model, and on rank 0 of all that the optimizer remembers; a collective."""
+    vectors, numbers, factors = optimizer.whole_state()
     total = hashlib.sha256(repr(sorted(numbers.items())).encode())
-    for name, part in sorted(vectors.items()):
-        total.update(name.encode())
-        if part is not None:
-            parts = [part]
-            if group is not None:
-                parts = [torch.empty_like(part) for _ in range(dist.get_world_size(group))]
-                dist.all_gather(parts, part.contiguous(), group=group)
-            total.update(_bytes(torch.cat(parts)[: optimizer.numel]))
+    for name, x in sorted({**vectors, **factors}.items()):
+        total.update(name.encode() + _bytes(x))
     for name, tensor in model.state_dict().items():
         total.update(name.encode() + _bytes(tensor))
     settings = [{key: value for key, value in g.items() if key != "params"} for g in optimizer.param_groups]

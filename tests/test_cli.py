@@ -17,9 +17,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 
 import krylov_descent
+from krylov_descent import KSD
 from krylov_descent.cli import main
+from krylov_descent.cli.target import load
+from krylov_descent.distributed import checkpoint
 
 PROBLEM = """
 import torch
@@ -174,6 +178,12 @@ def test_usage_and_version(directory: Path, capsys: pytest.CaptureFixture[str]) 
     assert "no log" in capsys.readouterr().err
 
 
+def steps_in(path: Path) -> int:
+    with safe_open(path, framework="pt") as file:
+        steps: int = json.loads(file.metadata()["krylov_descent"])["extra"]["steps"]
+    return steps
+
+
 def losses(log: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in log.read_text().splitlines()]
 
@@ -206,7 +216,7 @@ def test_interrupted_and_resumed_is_the_run_that_was_not(directory: Path, capsys
     assert process.returncode == 130
     assert "krylov-descent train problem:small --out cut --resume" in told
     assert b"step/s" in shown or b"s/step" in shown  # the bar
-    kept = torch.load(directory / "cut" / "checkpoint.pt", weights_only=True)["steps"]
+    kept = steps_in(directory / "cut" / "checkpoint.safetensors")
     assert 1 <= kept <= len(losses(log))  # a save waits for the disk, and steps may go by between two
     assert not (directory / "cut" / "model.pt").exists()
 
@@ -223,7 +233,8 @@ def test_interrupted_and_resumed_is_the_run_that_was_not(directory: Path, capsys
     assert len(losses(log)) == kept + 3
     one, other = (torch.load(directory / name / "model.pt", weights_only=True) for name in ("cut", "whole"))
     assert all(torch.equal(one[key], other[key]) for key in other)
-    assert sorted(path.name for path in (directory / "cut").iterdir()) == ["checkpoint.pt", "log.jsonl", "model.pt"]
+    names = ["checkpoint.safetensors", "log.jsonl", "model.pt"]
+    assert sorted(path.name for path in (directory / "cut").iterdir()) == names
 
     # Nothing left to do, and nothing overwritten by mistake.
     assert main(["train", "problem:small", "--out", "cut", "--resume", "--max-steps", total]) == 0
@@ -249,17 +260,28 @@ def test_a_run_that_fails_keeps_its_checkpoint(directory: Path, capsys: pytest.C
     told = capsys.readouterr().err
     assert "OSError: the disk is gone (problem.py:" in told
     assert "krylov-descent check problem:later" in told
-    kept = torch.load(directory / "ksd-run" / "checkpoint.pt", weights_only=True)["steps"]
+    kept = steps_in(directory / "ksd-run" / "checkpoint.safetensors")
     assert kept == len(losses(directory / "ksd-run" / "log.jsonl")) >= 1
     assert main(["train", "problem:dropout", "--out", "other", "--max-steps", "1"]) == 1
     assert "closure is random" in capsys.readouterr().err
 
 
 def test_a_checkpoint_of_another_model(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (directory / "ksd-run").mkdir()
-    torch.save({"model": {"weight": torch.ones(2)}}, directory / "ksd-run" / "checkpoint.pt")
+    path = directory / "ksd-run" / "checkpoint.safetensors"
+    other = torch.nn.Linear(2, 1)
+    checkpoint.save(path, other, KSD(other.parameters()))
     assert main(["train", "problem:small", "--resume"]) == 2
-    assert "does not fit the model" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "another model" in said
+    assert "another --out" in said
+    made = load("problem:small").model
+    for extra in ({}, {"steps": "many", "generator": "00"}, {"steps": 3, "generator": "00"}):
+        checkpoint.save(path, made, KSD(made.parameters()), extra=extra)
+        assert main(["train", "problem:small", "--resume"]) == 2
+        assert "another --out" in capsys.readouterr().err
+    path.write_bytes(b"nothing of the kind")
+    assert main(["train", "problem:small", "--resume"]) == 2
+    assert "no checkpoint, or damaged" in " ".join(capsys.readouterr().err.split())
 
 
 def test_full_batch_to_the_gradient_and_a_picture(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,22 +1,23 @@
-"""Checkpoints in every form: brought back bit for bit, refused if damaged or crafted, read if of an older version."""
+"""Checkpoints in every form: brought back bit for bit, and refused if damaged or crafted."""
 
 from __future__ import annotations
 
 import copy
 import json
 import random
+import resource
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from reliability import corruption
-from reliability.forms import DIRECTORY, FILE, STATES, Form, Options, Run
-from reliability.malice import WAYS, Bomb, document_in
-from reliability.training import digest
+from reliability import corruption, malice
+from reliability.forms import FILE, NAME, Options, Run
+from reliability.malice import WAYS, Bomb
+from reliability.snapshot import Snapshot
 
 from krylov_descent import KSD
-from krylov_descent.cli.target import UsageError
+from krylov_descent.distributed import checkpoint
 from krylov_descent.sealing import KEY, checksum
 
 OPTIONS = [Options.drawn(random.Random(seed)) for seed in (1, 2, 3)]
@@ -37,27 +38,56 @@ def test_what_is_done_is_not_done_again() -> None:
     assert [record["seed"] for record in found] == [7]
 
 
-@pytest.mark.parametrize("form", [DIRECTORY, FILE, STATES], ids=lambda form: form.name)
-@pytest.mark.parametrize("options", OPTIONS, ids=["one", "two", "three"])
-def test_files_of_older_versions_load(tmp_path: Path, form: Form, options: Options) -> None:
-    run = Run(options)
+@pytest.mark.parametrize("craft", malice.OF_FILE.values(), ids=malice.OF_FILE)
+def test_a_crafted_file_is_refused(craft: malice.Craft, tmp_path: Path) -> None:
+    """More of each kind than the trials above have."""
+    run = Run(OPTIONS[0])
     run.steps(2)
-    form.save(tmp_path, run)
-    if form is DIRECTORY:  # version 1: no checksums in the manifest and in the pointer
-        path, document = document_in(tmp_path)
-        del document["crc32"]
-        path.write_text(json.dumps({**document, "version": 1}))
-        (tmp_path / "latest").write_text(f"{path.parent.name}\n")
-    else:  # without version and checksum
-        path = tmp_path / ("checkpoint.pt" if form is FILE else "optimizer.pt")
-        kept = torch.load(path, weights_only=True)
-        if form is FILE:
-            kept = {key: kept[key] for key in ("model", "optimizer", "steps", "generator")}
-        del (kept["optimizer"] if form is FILE else kept)[KEY]
-        torch.save(kept, path)
-    other = Run(options, start=1)
-    form.load(tmp_path, other)
-    assert digest(other.model, other.optimizer) == digest(run.model, run.optimizer)
+    FILE.save(tmp_path, run)
+    path = tmp_path / NAME
+    whole = path.read_bytes()
+    before = Snapshot(run.model, run.optimizer)
+    ways = set()
+    for seed in range(60):
+        path.write_bytes(whole)
+        ways.add(craft(tmp_path, tmp_path / "fired", random.Random(seed)).partition(":")[0])
+        with pytest.raises(ValueError, match=NAME):
+            FILE.load(tmp_path, run)
+        assert not before.changed()
+    assert len(ways) > 1
+    assert not (tmp_path / "fired").exists()
+
+
+def test_every_bit_of_a_file_counts(tmp_path: Path) -> None:
+    model = torch.nn.Linear(1, 1)
+    optimizer = KSD(model.parameters())
+    path = checkpoint.save(tmp_path / NAME, model, optimizer)
+    whole = path.read_bytes()
+    for bit in random.Random(0).sample(range(8 * len(whole)), 1000):
+        data = bytearray(whole)
+        data[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(data)
+        with pytest.raises(ValueError, match=NAME):
+            checkpoint.load(path, model, optimizer)
+
+
+def test_a_file_that_lies_takes_no_memory(tmp_path: Path) -> None:
+    """What it declares is compared before anything is read; holes in a file cost nothing, so that it may be vast."""
+    model = torch.nn.Linear(1, 1)
+    optimizer = KSD(model.parameters())
+    path = checkpoint.save(tmp_path / NAME, model, optimizer)
+    tensors, document = malice.contents(path)
+    size = 1 << 36
+    header = {"__metadata__": {"krylov_descent": malice.sealed(tensors, document)}}
+    vast: dict[str, Any] = {"dtype": "F32", "shape": [size // 4], "data_offsets": [0, size]}
+    coded = json.dumps({**header, "optimizer/d_prev": vast}).encode()
+    with open(path, "wb") as file:
+        file.write(len(coded).to_bytes(8, "little") + coded)
+        file.truncate(8 + len(coded) + size)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(ValueError, match=NAME):
+        checkpoint.load(path, model, optimizer)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10
 
 
 def test_a_flipped_bit_is_one_that_torch_loads(tmp_path: Path) -> None:
@@ -120,26 +150,6 @@ def test_a_class_derived_from_ours_has_the_same_state() -> None:
     optimizer.step(lambda: (w.square().mean(), w))
     Mine([w]).load_state_dict(optimizer.state_dict())
     KSD([w]).load_state_dict(Mine([w]).state_dict())
-
-
-def test_the_command_line_says_what_is_wrong(tmp_path: Path) -> None:
-    run = Run(OPTIONS[1])
-    run.steps(1)
-    FILE.save(tmp_path, run)
-    path = tmp_path / "checkpoint.pt"
-    kept = torch.load(path, weights_only=True)
-    for changed, message in (
-        ({**kept, "steps": 2}, "do not have their checksum"),
-        ({**kept, "version": 9}, "of version 9"),
-        (kept["generator"], "holds a Tensor, and no checkpoint"),
-    ):
-        torch.save(changed, path)
-        with pytest.raises(UsageError, match=message) as caught:
-            FILE.load(tmp_path, run)
-        assert caught.value.remedy
-    path.write_bytes(b"nothing of the kind")
-    with pytest.raises(UsageError, match="cannot be read"):
-        FILE.load(tmp_path, run)
 
 
 def test_checksums_tell_values_apart() -> None:

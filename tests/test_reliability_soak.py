@@ -66,9 +66,7 @@ def test_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         main(["table", "--results", str(tmp_path)])
     for seed in range(3):
         recorded(tmp_path / "kills.jsonl", seed=seed)
-    recorded(
-        tmp_path / "checkpoints.jsonl", kind="checkpoint", case="bits flipped, directory", outcome="refused", times=0
-    )
+    recorded(tmp_path / "checkpoints.jsonl", kind="checkpoint", case="bits flipped, file", outcome="refused", times=0)
     recorded(tmp_path / "problems.jsonl", kind="problem", case="conv", outcome="improved", lost=True, times=0)
     assert main(["table", "--results", str(tmp_path)]) == 0
     text = capsys.readouterr().out

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -20,10 +20,10 @@ from krylov_descent.data import Draw, Subsets
 from krylov_descent.distributed import Comm, ProcessGroup, Ranks, SingleProcess, together
 from krylov_descent.distributed.mesh import MeshComm
 from krylov_descent.distributed.sharded import lean_graphs
-from krylov_descent.distributed.state import even_part, own_part, require_parts, require_same
+from krylov_descent.distributed.state import gathered, require_same
 from krylov_descent.drawing import drawing
 from krylov_descent.ksd import ksd_step
-from krylov_descent.memory import Factors, Memory
+from krylov_descent.memory import Memory
 from krylov_descent.objective import Objective
 from krylov_descent.options import Options, Preconditioning
 from krylov_descent.parameters import ParameterVector
@@ -33,7 +33,7 @@ from krylov_descent.rational import Rational
 from krylov_descent.report import Settlement, StepReport
 from krylov_descent.search import Search
 from krylov_descent.sets import StepSets
-from krylov_descent.state import memory_of, memory_parts, read_memory, write_memory
+from krylov_descent.state import WholeState, memory_of_whole, memory_parts, read_memory, require_whole, write_memory
 from krylov_descent.undoing import settle
 
 #: The settings of Vinyals & Povey 2011: K = 20, Gauss–Newton, D from the Fisher matrix and ε = 1e-4 (section 4),
@@ -250,30 +250,34 @@ class KSD(ClosureOptimizer):
         """P, the number of trainable parameters."""
         return self._parameters().numel
 
-    def sharded_state(self) -> tuple[dict[str, Tensor | None], dict[str, int | float]]:
-        """What a run remembers, for ``krylov_descent.distributed.checkpoint``; a collective.
+    def whole_state(self) -> WholeState:
+        """What a run remembers, put together from all ranks; a collective, for checkpoints.
 
         Returns:
-            Vectors by name, of which this rank has positions [r·s, (r+1)·s) with s = ⌈P/R⌉, padded by zeros, or None;
-            and numbers by name.
+            Vectors [P], numbers and the preconditioner's factors, by name. Vectors and factors are in host memory of
+            rank 0, and may be those that the optimizer uses; other ranks get the numbers alone.
+
+        Raises:
+            ValueError: the parameters are DTensors, or the ranks are not at the same step.
         """
-        memory = self._remember(self._parameters())
-        require_parts(self._comm, self.numel)
-        vectors, numbers = memory_parts(memory)
-        return {k: None if x is None else even_part(x, self.numel, self._comm) for k, x in vectors.items()}, numbers
-
-    @property
-    def factors(self) -> Factors:
-        """What the preconditioner remembers, if it does: each tensor whole, on all ranks or on those that need it."""
-        return self._remember(self._parameters()).factors or {}
-
-    def load_sharded_state(
-        self, vectors: Mapping[str, Tensor | None], numbers: Mapping[str, int | float], factors: Factors | None = None
-    ) -> None:
-        """Take back what ``sharded_state`` gave, and all ranks' ``factors``, on any number of them; a collective."""
         parameters = self._parameters()
-        parts = {k: None if x is None else own_part(x, parameters, self._comm) for k, x in vectors.items()}
-        self._store(parameters, replace(memory_of(parts, numbers), factors=factors))
+        memory = together(self._comm, lambda: self._remember(parameters))
+        parts, numbers = memory_parts(memory)
+        vectors, factors = gathered(self._comm, parameters, memory.iteration, parts, memory.factors or {})
+        return vectors, numbers, factors
+
+    def check_whole_state(self, state: WholeState) -> None:
+        """Raise the ValueError of ``load_whole_state``; of tensors on the device "meta", for their shapes alone."""
+        require_whole(state, self._parameters())
+
+    def load_whole_state(self, state: WholeState) -> None:
+        """Take what ``whole_state`` gave on rank 0, whatever the number of ranks; each is given all of it.
+
+        Raises:
+            ValueError: it is of another optimizer or model, or not finite; nothing is changed then.
+        """
+        parameters = self._parameters()
+        self._store(parameters, memory_of_whole(state, parameters, self._comm))
 
     def _remember(self, parameters: ParameterVector) -> Memory:
         return read_memory(self.state, self._first_parameter(), parameters, self._options.seed, self._comm)

@@ -1,7 +1,7 @@
 """A ``state_dict`` that shows when it was damaged or is another's: version, owner and checksum go with it.
 
-``torch.load`` does not check what it reads: a flipped bit in a file loads as another number. Without the entry that is
-added here a state is taken as it is, as those of older versions are.
+``torch.load`` does not check what it reads: a flipped bit in a file loads as another number. A state without the entry
+that is added here is taken as it is, for those who change one on purpose.
 """
 
 from __future__ import annotations
@@ -16,8 +16,12 @@ from torch import Tensor
 from krylov_descent.distributed.sharded import is_sharded
 
 KEY = "krylov_descent"
-#: 1: the first with an entry of its own. States without one are of version 0, with the same contents.
 VERSION = 1
+
+
+def raw_bytes(x: Tensor) -> Any:
+    """The memory of a contiguous tensor on the CPU; without numpy, which torch does not need."""
+    return (ctypes.c_ubyte * x.nbytes).from_address(x.data_ptr()) if x.nbytes else b""
 
 
 def checksum(value: Any, crc: int = 0) -> int:
@@ -32,8 +36,7 @@ def checksum(value: Any, crc: int = 0) -> int:
         part = value.to_local() if is_sharded(value) else value
         x = part.detach().cpu().contiguous()
         crc = zlib.crc32(f"{x.dtype}{[*x.shape]}".encode(), crc)
-        # Without numpy, which torch does not need, this is the way to the bytes.
-        return zlib.crc32((ctypes.c_ubyte * x.nbytes).from_address(x.data_ptr()), crc) if x.nbytes else crc
+        return zlib.crc32(raw_bytes(x), crc)
     if isinstance(value, Mapping):
         for key in sorted(value, key=repr):
             crc = checksum(value[key], checksum(key, crc))

@@ -18,16 +18,19 @@ from krylov_descent.carry import Carry
 from krylov_descent.confirmation import Confirmation, Promise
 from krylov_descent.distributed import Comm
 from krylov_descent.distributed.sharded import is_sharded
+from krylov_descent.distributed.state import require_plain
 from krylov_descent.memory import Memory
 from krylov_descent.parameters import ParameterVector
 
 State = MutableMapping[Tensor, Any]
+#: Vectors [P], numbers, and factors of a preconditioner, by name.
+WholeState = tuple[dict[str, Tensor], dict[str, int | float], dict[str, Tensor]]
 
 _EARLIER = tuple(f"earlier_{i}" for i in range(1, EARLIER + 1))
 _VECTORS = ("d_prev", "accepted", *_EARLIER)
-_NUMBERS = ("iteration", "seed", "accepted_loss", "search_growth", "growths")
+_COUNTS = ("iteration", "search_growth", "growths")
+_NUMBERS = (*_COUNTS, "seed", "accepted_loss")
 _CARRIED = tuple(field.name for field in fields(Carry))
-_LATER = {"growths", "longest", "fell"}  # numbers that older states do not have
 _JUDGED = tuple(field.name for field in fields(Confirmation))
 _PROMISED = tuple(field.name for field in fields(Promise))
 _FACTORS = "factors"
@@ -105,12 +108,23 @@ def memory_of(vectors: Mapping[str, Tensor | None], numbers: Mapping[str, int | 
     """The memory of such parts.
 
     Raises:
-        ValueError: numbers are missing, or there are others.
+        ValueError: names are missing, there are others, or a number is of another kind.
     """
-    groups = [set(group) for group in (_CARRIED, _JUDGED, _PROMISED) if group[0] in numbers]
-    known = {*_NUMBERS}.union(*groups)
-    if not known - _LATER <= set(numbers) <= known:
-        raise ValueError(f"The numbers of its state are {sorted(numbers)}, not those of a KSD.")
+    groups = {fields[0]: fields for fields in (_CARRIED, _JUDGED, _PROMISED) if fields[0] in numbers}
+    if set(numbers) != {*_NUMBERS}.union(*groups.values()) or not set(vectors) <= {*_VECTORS}:
+        raise ValueError(
+            f"The state has {sorted([*vectors, *numbers])}, which is not what a KSD remembers. Load one that KSD saved."
+        )
+    for key, n in numbers.items():
+        whole = type(n) is int and abs(n) < 1 << 64 and (n >= 0 or key not in _COUNTS)
+        if not whole and (type(n) is not float or key in (*_COUNTS, "seed")):
+            raise ValueError(
+                f"The state has {key} = {str(n)[:80]!r}, which is no number of its kind. Load another one."
+            )
+    carry, confirmation, promise = (
+        None if fields[0] not in groups else {key: float(numbers[key]) for key in fields}
+        for fields in (_CARRIED, _JUDGED, _PROMISED)
+    )
     return Memory(
         iteration=int(numbers["iteration"]),
         seed=int(numbers["seed"]),
@@ -118,14 +132,45 @@ def memory_of(vectors: Mapping[str, Tensor | None], numbers: Mapping[str, int | 
         accepted=vectors.get("accepted"),
         accepted_loss=float(numbers["accepted_loss"]),
         search_growth=int(numbers["search_growth"]),
-        growths=int(numbers.get("growths", numbers["search_growth"])),  # older states have one number for both
-        carry=Carry(**{key: float(numbers[key]) for key in _CARRIED if key in numbers})
-        if _CARRIED[0] in numbers
-        else None,
-        confirmation=Confirmation(**{key: float(numbers[key]) for key in _JUDGED}) if _JUDGED[0] in numbers else None,
-        promise=Promise(**{key: float(numbers[key]) for key in _PROMISED}) if _PROMISED[0] in numbers else None,
+        growths=int(numbers["growths"]),
+        carry=None if carry is None else Carry(**carry),
+        confirmation=None if confirmation is None else Confirmation(**confirmation),
+        promise=None if promise is None else Promise(**promise),
         earlier=tuple(x for key in _EARLIER if (x := vectors.get(key)) is not None),
     )
+
+
+def require_whole(state: WholeState, parameters: ParameterVector) -> None:
+    """A state must be one of KSD, with finite vectors of these parameters; their values count unless on "meta".
+
+    Raises:
+        ValueError: it is not, or the parameters are DTensors.
+    """
+    require_plain(parameters.params)
+    vectors, numbers, factors = state
+    memory_of(vectors, numbers)
+    for name, x in vectors.items():
+        if [*x.shape] != [parameters.numel] or x.dtype != parameters.dtype:
+            raise ValueError(
+                f"The state is one of another model: {name} is {[*x.shape]} of {x.dtype}, and the parameters are "
+                f"{parameters.numel} numbers of {parameters.dtype}. Build the model as it was when it was saved."
+            )
+    for name, x in {**vectors, **factors}.items():
+        if not x.is_meta and not bool(x.isfinite().all()):
+            raise ValueError(f"The state is of no use: {name} is not finite. Load an older one.")
+
+
+def memory_of_whole(state: WholeState, parameters: ParameterVector, comm: Comm) -> Memory:
+    """The memory of one rank, from a whole state.
+
+    Raises:
+        ValueError: it is of another optimizer or model, or not finite.
+    """
+    require_whole(state, parameters)
+    vectors, numbers, factors = state
+    parts = {name: comm.shard(x.to(parameters.device)) for name, x in vectors.items()}
+    placed = {name: x.to(parameters.device) for name, x in factors.items()}
+    return replace(memory_of(parts, numbers), factors=placed or None)
 
 
 def _scalar(x: float) -> Tensor:

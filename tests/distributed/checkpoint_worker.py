@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from krylov_descent import KSD
 from krylov_descent.distributed import RankError, checkpoint
 from krylov_descent.distributed.launch import init_process_group
-from krylov_descent.distributed.storage import ManifestReader, ManifestWriter
 
 R = 4
 EXTRA = {"epoch": 7, "history": [1.5, None, True], "name": "ü"}
@@ -45,20 +44,9 @@ def build(small: bool = False, process_group: Any = None) -> tuple[nn.Module, KS
 
 
 def vectors(optimizer: KSD, iteration: int) -> dict[str, Tensor]:
-    """The vectors that a run is pretended to have, whole."""
+    """The vectors that a run is pretended to have."""
     positions = torch.arange(optimizer.numel, dtype=next(iter(optimizer.param_groups[0]["params"])).dtype)
     return {"d_prev": positions + 100 * iteration + 1, "accepted": -positions - 1}
-
-
-def parts(optimizer: KSD, iteration: int) -> dict[str, Tensor | None]:
-    """This rank's, padded, by a plain transcription."""
-    group = optimizer.process_group
-    rank, ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
-    s = math.ceil(optimizer.numel / ranks)
-    padded = {
-        k: torch.cat([x, torch.zeros(s * ranks, dtype=x.dtype)]) for k, x in vectors(optimizer, iteration).items()
-    }
-    return {k: x[rank * s : (rank + 1) * s].clone() for k, x in padded.items()}
 
 
 def numbers_of(iteration: int) -> dict[str, int | float]:
@@ -70,8 +58,7 @@ def pretend(model: nn.Module, optimizer: KSD, iteration: int) -> None:
     with torch.no_grad():
         for i, x in enumerate(model.state_dict().values()):
             x.fill_(iteration + i)
-    numbers = numbers_of(iteration)
-    optimizer.load_sharded_state(parts(optimizer, iteration), numbers)
+    optimizer.load_whole_state((vectors(optimizer, iteration), numbers_of(iteration), {}))
     optimizer.param_groups[0]["lr"] = 0.5
 
 
@@ -79,24 +66,23 @@ def require(model: nn.Module, optimizer: KSD, iteration: int) -> None:
     """The state that ``pretend`` made."""
     for i, x in enumerate(model.state_dict().values()):
         assert bool((x == iteration + i).all())
-    found, numbers = optimizer.sharded_state()
-    expected = parts(optimizer, iteration)
-    assert {name for name, x in found.items() if x is not None} == expected.keys()
-    for name, part in expected.items():
-        own = found[name]
-        assert own is not None
-        assert part is not None
-        assert torch.equal(own, part), (name, own, part)
+    found, numbers, factors = optimizer.whole_state()
+    expected = vectors(optimizer, iteration)
+    if optimizer.comm.rank == 0:
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], x) for name, x in expected.items())
+    else:
+        assert not found
+    assert not factors
     assert numbers == numbers_of(iteration)
     assert optimizer.param_groups[0]["lr"] == 0.5
 
 
-def saved(directory: Path, *iterations: int, **options: Any) -> tuple[nn.Module, KSD]:
-    """Checkpoints of some iterations, in one process."""
+def saved(path: Path, iteration: int) -> tuple[nn.Module, KSD]:
+    """A checkpoint of some iteration, in one process."""
     model, optimizer = build()
-    for iteration in iterations:
-        pretend(model, optimizer, iteration)
-        checkpoint.save(directory, model, optimizer, **options)
+    pretend(model, optimizer, iteration)
+    checkpoint.save(path, model, optimizer)
     return model, optimizer
 
 
@@ -116,14 +102,14 @@ def everything(rank: int, directory: Path) -> None:
 
     for name, small in (("large", False), ("small", True)):
         model, optimizer = build(small, world)
-        assert checkpoint.load(directory / name, model, optimizer) is None
+        path = directory / name
+        assert checkpoint.load(path, model, optimizer) is None
         pretend(model, optimizer, 3)
-        path = checkpoint.save(directory / name, model, optimizer, extra=EXTRA)
-        assert path == directory / name / "step-00000003"
+        assert checkpoint.save(path, model, optimizer, extra=EXTRA) == path
         for ranks, group in groups.items():
             if rank < ranks:
                 fewer = build(small, group)
-                assert checkpoint.load(directory / name, *fewer) == EXTRA
+                assert checkpoint.load(path, *fewer) == EXTRA
                 require(*fewer, 3)
                 pretend(*fewer, 4)
                 checkpoint.save(directory / f"{name}-{ranks}", *fewer)
@@ -135,23 +121,32 @@ def everything(rank: int, directory: Path) -> None:
     large = directory / "large"
     model, optimizer = build(False, world)
     pretend(model, optimizer, 5)
-    for target, method in ((ManifestWriter, "write_data"), (ManifestWriter, "finish"), (ManifestReader, "_load")):
-        bad = 0 if method == "finish" else 2
-        broken = mock.patch.object(target, method, side_effect=OSError(28, "No space left on device"))
+    content = large.read_bytes()
+    for function, bad in (("write", 0), ("reading", 2)):
+        broken = mock.patch.object(checkpoint, function, side_effect=OSError(28, "No space left on device"))
         with broken if rank == bad else nullcontext(), failing(OSError, rank == bad, "No space left"):
-            if target is ManifestWriter:
+            if function == "write":
                 checkpoint.save(large, model, optimizer)
             else:
                 checkpoint.load(large, model, optimizer)
         require(model, optimizer, 5)
         dist.barrier()
-        assert sorted(os.listdir(large)) == ["latest", "step-00000003"]
+        assert large.read_bytes() == content
     with failing(ValueError, rank == 1, "is not JSON"):
         checkpoint.save(large, model, optimizer, extra={"x": object() if rank == 1 else 1})
+    with failing(FileNotFoundError, rank == 1, "No such file"):
+        checkpoint.load(directory / "nowhere" if rank == 1 else large, model, optimizer)
+    with pytest.raises(ValueError, match="ranks see different files"):
+        checkpoint.load(directory / "large-2" if rank == 1 else large, model, optimizer)
+    require(model, optimizer, 5)
+    apart = build(False, world)
+    pretend(*apart, 5 + (rank == 1))
+    with pytest.raises(ValueError, match=r"ranks are at iterations \[5, 6, 5, 5\]"):
+        checkpoint.save(large, *apart)
     dist.barrier()
 
     if rank == 1:
-        mock.patch.object(ManifestWriter, "write_data", side_effect=lambda *_: os._exit(9)).start()
+        mock.patch.object(dist, "all_gather_object", side_effect=lambda *_, **__: os._exit(9)).start()
     with pytest.raises(RankError, match="lost the others") as lost:
         checkpoint.save(large, model, optimizer)
     assert not lost.value.connected
@@ -162,13 +157,14 @@ def restarts(directory: Path) -> None:
     """Each attempt goes on from the checkpoint of the last one; rank 1 dies in the first."""
     group = init_process_group(timeout=timedelta(seconds=30))
     model, optimizer = build(False, group)
-    extra = checkpoint.load(directory, model, optimizer)
+    path = directory / "run.safetensors"
+    extra = checkpoint.load(path, model, optimizer)
     attempt = 0 if extra is None else extra["attempt"] + 1
     assert attempt == int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     if attempt:
         require(model, optimizer, attempt - 1)
     pretend(model, optimizer, attempt)
-    checkpoint.save(directory, model, optimizer, extra={"attempt": attempt})
+    checkpoint.save(path, model, optimizer, extra={"attempt": attempt})
     if attempt < 1 and dist.get_rank() == 1:
         os._exit(9)
     dist.barrier()

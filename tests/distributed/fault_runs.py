@@ -189,8 +189,8 @@ def different(group: Any, what: str, settings: dict[str, Any]) -> tuple[str, str
         run.model = nn.Sequential(*[*run.model.children()], nn.Linear(3, 3).double())
         run.optimizer = KSD(run.model.parameters(), krylov_dim=5, process_group=group)
     if what == "iteration":
-        vectors, numbers = run.optimizer.sharded_state()
-        run.optimizer.load_sharded_state(vectors, {**numbers, "iteration": 1 + odd})
+        vectors, numbers, factors = run.optimizer.whole_state()
+        run.optimizer.load_whole_state((vectors, {**numbers, "iteration": 1 + odd}, factors))
     return outcome(run.step)
 
 

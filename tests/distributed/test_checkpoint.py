@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from krylov_descent import KSD
-from krylov_descent.distributed import checkpoint
+from krylov_descent.distributed import checkpoint, tensor_file
 from krylov_descent.distributed.launch import init_process_group
 from tests.distributed.checkpoint_worker import EXTRA, R, build, pretend, require, saved
 
@@ -43,10 +44,7 @@ def test_any_number_of_ranks_to_any_other(tmp_path: Path) -> None:
         model, optimizer = build(small=True)
         checkpoint.load(tmp_path / name, model, optimizer)
         require(model, optimizer, iteration)
-    model, optimizer = build()
-    pretend(model, optimizer, 5)
-    checkpoint.save(tmp_path / "large", model, optimizer)
-    assert sorted(os.listdir(tmp_path / "large")) == ["latest", "step-00000003", "step-00000005"]
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]  # nothing is left of a save
 
 
 def test_restarts_join_and_go_on(tmp_path: Path) -> None:
@@ -61,7 +59,7 @@ def test_restarts_join_and_go_on(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     model, optimizer = build()
-    assert checkpoint.load(tmp_path, model, optimizer) == {"attempt": 1}
+    assert checkpoint.load(tmp_path / "run.safetensors", model, optimizer) == {"attempt": 1}
     require(model, optimizer, 1)
 
 
@@ -69,8 +67,8 @@ def test_no_process_group_in_a_single_process() -> None:
     assert init_process_group() is None
 
 
-# Every call by which ``save`` changes the file system.
-CALLS = ("open", "fsync", "rename", "replace", "mkdir", "unlink", "rmdir")
+# Every call by which ``save`` changes the file system, but for writing.
+CALLS = ("open", "fsync", "replace", "unlink")
 
 
 def killed_at(moment: int, work: Callable[[], object]) -> bool:
@@ -102,91 +100,130 @@ def killed_at(moment: int, work: Callable[[], object]) -> bool:
     return code == 9
 
 
+def writing_half(head: Callable[..., bytes]) -> Callable[..., bytes]:
+    """A file's head that is cut off, with the process dead before it can write more."""
+
+    def cut(*args: Any) -> bytes:
+        written = head(*args)
+        (temporary,) = (path for path in Path(os.environ["CUT_IN"]).iterdir() if path.name.endswith(".tmp"))
+        temporary.write_bytes(written[: len(written) // 2])
+        os._exit(9)
+
+    return cut
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-@pytest.mark.parametrize("iteration", [12, 11], ids=["next", "same again"])
-def test_a_kill_at_any_moment_leaves_the_old_or_the_new(tmp_path: Path, iteration: int) -> None:
+def test_a_kill_at_any_moment_leaves_the_old_or_the_new(tmp_path: Path) -> None:
     found = []
     moment = 0
     while True:
-        directory = tmp_path / str(moment)
-        saved(directory, 10, 11, keep=1)
+        path = tmp_path / str(moment) / "run.safetensors"
+        saved(path, 11)
         model, optimizer = build()
-        pretend(model, optimizer, iteration)
+        pretend(model, optimizer, 12)
         extra = {"new": True}
-        killed = killed_at(moment, partial(checkpoint.save, directory, model, optimizer, extra=extra, keep=1))
+        killed = killed_at(moment, partial(checkpoint.save, path, model, optimizer, extra=extra))
         model, optimizer = build()
-        new = checkpoint.load(directory, model, optimizer) == extra
-        require(model, optimizer, iteration if new else 11)
+        new = checkpoint.load(path, model, optimizer) == extra
+        require(model, optimizer, 12 if new else 11)
         found.append(new)
-        saved(directory, 13, keep=1)  # and the next run cleans up
-        assert sorted(os.listdir(directory)) == ["latest", "step-00000013"]
+        saved(path, 13)  # and the next save cleans up
+        assert os.listdir(path.parent) == [path.name]
         if not killed:
             break
         moment += 1
     assert found == sorted(found)
     assert found[-1]
-    assert moment > 10
+    assert not found[0]
+    assert moment >= 4
 
 
-def test_latest(tmp_path: Path) -> None:
-    model, optimizer = saved(tmp_path, 3, 20, 12, keep=3)
-    checkpoint.load(tmp_path, model, optimizer)
-    require(model, optimizer, 12)  # saved last, after the run was set back
-    latest = tmp_path / "latest"
-    latest.unlink()
-    checkpoint.load(tmp_path, model, optimizer)
-    require(model, optimizer, 20)
-    latest.write_text("step-00000099\n")
-    with pytest.warns(
-        UserWarning, match="names step-00000099, which is not there or not complete; loading step-00000020"
-    ):
-        checkpoint.load(tmp_path, model, optimizer)
-    latest.write_text("../elsewhere")
-    with pytest.raises(ValueError, match="no name of a checkpoint"):
-        checkpoint.load(tmp_path, model, optimizer)
-    saved(tmp_path, 13, keep=2)
-    assert sorted(os.listdir(tmp_path)) == ["latest", "step-00000012", "step-00000013"]
-    assert checkpoint.save(tmp_path, model, optimizer, keep=2).name == "step-00000020"
-    assert checkpoint.save(tmp_path, model, optimizer, keep=2).name == "step-00000020-2"
-    assert sorted(os.listdir(tmp_path)) == ["latest", "step-00000013", "step-00000020-2"]
-    checkpoint.load(tmp_path, model, optimizer)
-    require(model, optimizer, 20)
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_kill_while_it_writes_leaves_the_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "run.safetensors"
+    model, optimizer = saved(path, 11)
+    pretend(model, optimizer, 12)
+    monkeypatch.setenv("CUT_IN", str(tmp_path))
+    with monkeypatch.context() as patched:
+        patched.setattr(tensor_file, "_head", writing_half(tensor_file._head))
+        assert killed_at(1000, partial(checkpoint.save, path, model, optimizer))
+    assert sorted(os.listdir(tmp_path)) == [".run.safetensors.tmp", "run.safetensors"]
+    checkpoint.load(path, model, optimizer)
+    require(model, optimizer, 11)
+    saved(path, 13)
+    assert os.listdir(tmp_path) == ["run.safetensors"]
 
 
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
-    model, optimizer = saved(tmp_path, 3)
+    path = tmp_path / "run.safetensors"
+    model, optimizer = saved(path, 3)
     other = nn.Sequential(nn.Linear(5, 3), nn.ReLU(), nn.Linear(3, 1)).double()
-    with pytest.raises(ValueError, match=r"another model: only there are \['1\.bias'"):
-        checkpoint.load(tmp_path, other, KSD(other.parameters()))
+    with pytest.raises(ValueError, match=r"run.safetensors: .* another model: only there are \['1\.bias'"):
+        checkpoint.load(path, other, KSD(other.parameters()))
     model.float()
     with pytest.raises(ValueError, match=r"0\.weight is \[3, 5\] of torch.float64 there and \[3, 5\] of torch.float32"):
-        checkpoint.load(tmp_path, model, optimizer)
+        checkpoint.load(path, model, optimizer)
     model.double()
     with pytest.raises(ValueError, match="has 2 parameter groups, the optimizer 1"):
-        checkpoint.load(tmp_path, model, KSD(model.parameters()))
+        checkpoint.load(path, model, KSD(model.parameters()))
     for p in model.parameters():
         p.requires_grad_(True)
     with pytest.raises(ValueError, match="other parameter groups: group 1"):
-        checkpoint.load(tmp_path, model, optimizer)
+        checkpoint.load(path, model, optimizer)
     with pytest.raises(ValueError, match="is not the model's"):
-        checkpoint.save(tmp_path, model[0], optimizer)  # type: ignore[index]
+        checkpoint.save(path, model[0], optimizer)  # type: ignore[index]
     unfit: list[tuple[Any, str]] = [
         ({1: 2}, "would not come back"),
         ({"a": (1,)}, "would not"),
         ({"a": torch.ones(1)}, "JSON"),
+        ({"a": float("nan")}, "JSON"),
+        ({"a": "x" * 2_000_000}, "2,00.,... characters as JSON, and a checkpoint has room for 1,048,576"),
     ]
     for extra, message in unfit:
         with pytest.raises(ValueError, match=message):
-            checkpoint.save(tmp_path, model, optimizer, extra=extra)
-    with pytest.raises(ValueError, match="keep=0"):
-        checkpoint.save(tmp_path, model, optimizer, keep=0)
+            checkpoint.save(path, model, optimizer, extra=extra)
 
 
-def test_what_is_no_tensor_is_refused(tmp_path: Path) -> None:
+def test_what_is_no_plain_tensor_is_refused(tmp_path: Path) -> None:
     class Odd(nn.Linear):
         def get_extra_state(self) -> dict[str, int]:
             return {"a": 1}
 
     model = Odd(2, 1)
-    with pytest.raises(ValueError, match=r"_extra_state = \{'a': 1\}; a checkpoint holds plain tensors only"):
-        checkpoint.save(tmp_path, model, KSD(model.parameters()))
+    with pytest.raises(
+        ValueError, match=r"_extra_state = \{'a': 1\} cannot be saved: a checkpoint holds plain tensors"
+    ):
+        checkpoint.save(tmp_path / "run", model, KSD(model.parameters()))
+    wide = nn.Linear(2, 1)
+    wide.register_buffer("phase", torch.zeros(2, dtype=torch.complex128))
+    with pytest.raises(ValueError, match="model/phase"):
+        checkpoint.save(tmp_path / "run", wide, KSD(wide.parameters()))
+    assert not [*tmp_path.iterdir()]
+
+
+def test_other_readers_of_safetensors_open_it_and_shared_weights_stay_shared(tmp_path: Path) -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
+            self.b.weight = self.a.weight
+            self.register_buffer("none", torch.zeros(0, 2, dtype=torch.bool))
+            self.register_buffer("scale", torch.ones(3, dtype=torch.bfloat16))
+
+    model = Tied()
+    path = checkpoint.save(tmp_path / "folder" / "run.safetensors", model, KSD(model.parameters()))
+    found = load_file(path)
+    assert {name: x.dtype for name, x in found.items()} == {
+        f"model/{name}": x.dtype for name, x in model.state_dict().items()
+    }
+    assert all(torch.equal(found[f"model/{name}"], x) for name, x in model.state_dict().items())
+    other = Tied()
+    assert checkpoint.load(path, other, KSD(other.parameters())) == {}
+    assert other.a.weight is other.b.weight
+    assert torch.equal(other.a.weight, model.a.weight)
+
+
+def test_without_safetensors_it_says_what_to_install() -> None:
+    code = "import sys; sys.modules['safetensors'] = None; import krylov_descent.distributed.checkpoint"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "ImportError: Checkpoints need safetensors: pip install 'krylov-descent[checkpoint]'." in done.stderr

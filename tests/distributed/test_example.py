@@ -101,7 +101,7 @@ def test_any_number_of_ranks_prints_the_same_losses(data: Path, tmp_path: Path) 
         assert found == pytest.approx(one, rel=1e-10), ranks
         assert held_out == error
     # Four ranks begin, and one process goes on.
-    saved = ["--dtype", "float64", "--checkpoints", str(tmp_path)]
+    saved = ["--dtype", "float64", "--checkpoint", str(tmp_path / "run.safetensors")]
     begun, _ = losses(4, data, *saved, steps=STEPS - 1)
     assert begun == pytest.approx({i: one[i] for i in range(STEPS)}, rel=1e-10)  # five steps
     ended, held_out = losses(None, data, *saved)

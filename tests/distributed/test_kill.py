@@ -34,12 +34,11 @@ def test_a_step_that_is_forgotten_would_be_noticed(tmp_path: Path) -> None:
     kill_loop.left_alone(plan, 2)
     model = model_of("mlp", torch.float64)
     optimizer = KSD(model.parameters(), krylov_dim=5)
-    checkpoints = tmp_path / "half" / "checkpoints"
-    extra = checkpoint.load(checkpoints, model, optimizer)
-    vectors, numbers = optimizer.sharded_state()
-    assert vectors["d_prev"] is not None
-    optimizer.load_sharded_state({**vectors, "d_prev": torch.zeros_like(vectors["d_prev"])}, numbers)
-    checkpoint.save(checkpoints, model, optimizer, extra=extra)
+    path = tmp_path / "half" / "run.safetensors"
+    extra = checkpoint.load(path, model, optimizer)
+    vectors, numbers, factors = optimizer.whole_state()
+    optimizer.load_whole_state(({**vectors, "d_prev": torch.zeros_like(vectors["d_prev"])}, numbers, factors))
+    checkpoint.save(path, model, optimizer, extra=extra)
     changed = kill_loop.left_alone(Plan(plan.directory, 4), 2)
     for key in kill_loop.SAME:
         assert changed[0][key] != whole[0][key]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
+from safetensors import safe_open
 from torch import Tensor, nn
 
 from krylov_descent import DEEP, KSD, Growing
 from krylov_descent.distributed import checkpoint
-from krylov_descent.distributed.manifest import MANIFEST
 from tests.distributed.pool import Pool
 from tests.distributed.test_kronecker import Network
 
@@ -44,11 +43,11 @@ def run(group: Any, begin: str | None, count: int, end: str | None, start: int =
     model, optimizer = build(group)
     if begin is not None:
         assert checkpoint.load(begin, model, optimizer) == {}
-    loaded = dict(optimizer.factors)
+    loaded = dict(factors_of(optimizer))
     losses, ages = [], []
     for _ in range(count):
         losses += steps(model, optimizer, 1, start)
-        ages.append(float(optimizer.factors["age"]))
+        ages.append(float(factors_of(optimizer)["age"]))
     if end is not None:
         checkpoint.save(end, model, optimizer)
     return {
@@ -56,8 +55,14 @@ def run(group: Any, begin: str | None, count: int, end: str | None, start: int =
         "losses": losses,
         "loaded": loaded,
         "ages": ages,
-        "factors": dict(optimizer.factors),
+        "factors": dict(factors_of(optimizer)),
     }
+
+
+def factors_of(optimizer: KSD) -> dict[str, Tensor]:
+    """Those that this rank holds."""
+    held = optimizer.state[optimizer.param_groups[0]["params"][0]].get("factors", {})
+    return {name: x if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.float64) for name, x in held.items()}
 
 
 def theta(model: nn.Module) -> Tensor:
@@ -71,8 +76,8 @@ def pause(ages: list[float]) -> int:
 
 def _saved(path: Path) -> list[str]:
     """The tensors of the checkpoint there."""
-    (manifest,) = path.rglob(MANIFEST)
-    return list(json.loads(manifest.read_text())["tensors"])
+    with safe_open(path, framework="pt") as file:
+        return list(file.keys())
 
 
 def inverses(factors: Mapping[str, Tensor]) -> set[str]:
@@ -82,11 +87,12 @@ def inverses(factors: Mapping[str, Tensor]) -> set[str]:
 @pytest.mark.parametrize(("R", "start"), [(1, 60), (2, 60), (3, 60), (2, 300)])  # 300 is all: there are earlier steps
 def test_a_resumed_run_takes_the_same_steps(pool: Pool, tmp_path: Path, R: int, start: int) -> None:
     work = functools.partial(run, start=start)
+    path = tmp_path / "run.safetensors"
     whole = pool.run(R, work, None, END, None)
     stop = pause(whole[0]["ages"])
-    first = pool.run(R, work, None, stop, str(tmp_path))
-    rest = pool.run(R, work, str(tmp_path), END - stop, None)
-    assert any("earlier_5" in name for name in _saved(tmp_path)) == (start == 300)
+    first = pool.run(R, work, None, stop, str(path))
+    rest = pool.run(R, work, str(path), END - stop, None)
+    assert any("earlier_5" in name for name in _saved(path)) == (start == 300)
     every = set().union(*(inverses(rank["factors"]) for rank in first))
     for a, b, c in zip(whole, first, rest, strict=True):
         assert inverses(c["loaded"]) == every
@@ -112,49 +118,47 @@ def test_on_another_number_of_ranks(pool: Pool, tmp_path: Path, start: int) -> N
 
 def test_without_inverses_or_factors_the_steps_would_be_others(tmp_path: Path) -> None:
     """Otherwise the tests above would show nothing."""
+    path = tmp_path / "run.safetensors"
     stop = pause(run(None, None, END, None)["ages"])
-    run(None, None, stop, str(tmp_path))
-    expected = run(None, str(tmp_path), 1, None)["theta"]
+    run(None, None, stop, str(path))
+    expected = run(None, str(path), 1, None)["theta"]
     for some in (True, False):
         model, optimizer = build()
-        checkpoint.load(tmp_path, model, optimizer)
-        factors = {n: x for n, x in optimizer.factors.items() if some and not n.endswith("_inverse")}
-        optimizer.load_sharded_state(*optimizer.sharded_state(), factors)
+        checkpoint.load(path, model, optimizer)
+        vectors, numbers, factors = optimizer.whole_state()
+        factors = {n: x for n, x in factors.items() if some and not n.endswith("_inverse")}
+        optimizer.load_whole_state((vectors, numbers, factors))
         steps(model, optimizer, 1)
         assert not torch.equal(theta(model), expected)
 
 
 def test_a_checkpoint_without_factors_begins_with_none(tmp_path: Path) -> None:
-    """As older ones are, and those of other preconditioners."""
+    """As those of other preconditioners do."""
     model, optimizer = build(preconditioner="fisher")
     steps(model, optimizer, 2)
-    path = checkpoint.save(tmp_path, model, optimizer)
-    assert not any("factors" in name for name in json.loads((path / MANIFEST).read_text())["tensors"])
+    path = checkpoint.save(tmp_path / "run.safetensors", model, optimizer)
+    assert not any("factors" in name for name in _saved(path))
     other, remembering = build()
     steps(other, remembering, 3)
-    assert remembering.factors
-    checkpoint.load(tmp_path, other, remembering)
-    assert not remembering.factors
+    assert factors_of(remembering)
+    checkpoint.load(path, other, remembering)
+    assert not factors_of(remembering)
     steps(other, remembering, 1)
-    assert float(remembering.factors["updates"]) == 1
+    assert float(factors_of(remembering)["updates"]) == 1
 
 
 def test_damaged_factors_are_refused(tmp_path: Path) -> None:
     model, optimizer = build()
     steps(model, optimizer, 2)
-    path = checkpoint.save(tmp_path, model, optimizer)
-    before = dict(optimizer.factors)
-    tensors = json.loads((path / MANIFEST).read_text())["tensors"]
-    names = [name for name in tensors if name.startswith("factors/")]
-    assert {name.removeprefix("factors/") for name in names} == before.keys()
-    for name in ("factors/6.outputs_inverse", "factors/0.inputs", "factors/age"):
-        (block,) = tensors[name]["blocks"]
-        file = path / block["file"]
-        whole = file.read_bytes()
-        middle = block["start"] + block["length"] // 2
-        file.write_bytes(whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :])
-        with pytest.raises(ValueError, match=f"is damaged: .* of {name}, do not have the checksum"):
-            checkpoint.load(tmp_path, model, optimizer)
-        file.write_bytes(whole)
-        assert all(torch.equal(x, optimizer.factors[key]) for key, x in before.items())
-    assert checkpoint.load(tmp_path, model, optimizer) == {}
+    path = checkpoint.save(tmp_path / "run.safetensors", model, optimizer)
+    before = factors_of(optimizer)
+    assert {name.removeprefix("factors/") for name in _saved(path) if name.startswith("factors/")} == before.keys()
+    whole = path.read_bytes()
+    for name in ("6.outputs_inverse", "0.inputs", "age"):
+        at = whole.index(before[name].numpy().tobytes())
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        with pytest.raises(ValueError, match="do not have their checksum"):
+            checkpoint.load(path, model, optimizer)
+        assert all(torch.equal(x, factors_of(optimizer)[key]) for key, x in before.items())
+    path.write_bytes(whole)
+    assert checkpoint.load(path, model, optimizer) == {}

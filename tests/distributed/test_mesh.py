@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import copy
 import functools
-import io
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F  # noqa: N812
 from experiments.baselines import HessianFree
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from krylov_descent import DEEP, KSD, Search, Subsets
+from krylov_descent.distributed import checkpoint
 from krylov_descent.distributed.gathered import all_rows, own_rows, shard_at_rest
 from tests.distributed.pool import Pool, RanksFailedError
 
@@ -121,8 +123,8 @@ def test_steps_are_those_of_one_process(pool: Pool, ranks: int) -> None:
         assert max(found.values()) < 1e-10, found
 
 
-def probe_and_resume(group: Any) -> bool:
-    """The Fisher diagonal by probes trains, and a run that is saved and loaded goes on bit for bit."""
+def probe_and_resume(group: Any, directory: str) -> bool:
+    """The Fisher diagonal by probes trains, and a run that is saved and loaded goes on bit for bit, as docs have it."""
     warnings.simplefilter("ignore")
     mesh = DeviceMesh.from_group(group, "cpu")
 
@@ -138,22 +140,25 @@ def probe_and_resume(group: Any) -> bool:
     assert reports[-1].loss < 0.95 * reports[0].loss
     half = fresh()
     optimizer, _ = steps(half, put, 2)
-    buffer = io.BytesIO()
-    torch.save({"model": half.state_dict(), "optimizer": optimizer.state_dict()}, buffer)
-    buffer.seek(0)
-    saved = torch.load(buffer, weights_only=True)
+    own = Path(directory) / f"optimizer-{dist.get_rank(group)}.pt"
+    dcp.save({"model": half.state_dict()}, checkpoint_id=directory, process_group=group)
+    torch.save(optimizer.state_dict(), own)
     other = fresh()
-    other.load_state_dict(saved["model"])
+    for p in other.parameters():
+        p.data.mul_(0)
+    weights = {"model": other.state_dict()}
+    dcp.load(weights, checkpoint_id=directory, process_group=group)
+    other.load_state_dict(weights["model"])
     resumed = KSD(other.parameters(), krylov_dim=4, search=Search(iterations=6))
-    resumed.load_state_dict(saved["optimizer"])
+    resumed.load_state_dict(torch.load(own, weights_only=True))
     closure, sets = problem(other, put)
     for _ in range(2):
         resumed.step(closure, sets)
     return all(torch.equal(whole(a), whole(b)) for a, b in zip(other.parameters(), model.parameters(), strict=True))
 
 
-def test_the_probe_works_and_runs_resume(pool: Pool) -> None:
-    assert pool.run(2, probe_and_resume) == [True, True]
+def test_the_probe_works_and_runs_resume(pool: Pool, tmp_path: Path) -> None:
+    assert pool.run(2, probe_and_resume, str(tmp_path)) == [True, True]
 
 
 def convolutional() -> nn.Module:
@@ -206,8 +211,10 @@ def refusals(group: Any, which: str) -> None:
         HessianFree(model.parameters()).step(lambda: (None, None))
     elif which == "group":
         KSD(model.parameters(), process_group=group).step(lambda: (None, None))
-    elif which == "checkpoint":
-        KSD(model.parameters()).sharded_state()
+    elif which == "save":
+        checkpoint.save("nowhere", model, KSD(model.parameters()))
+    elif which == "load":
+        checkpoint.load("nowhere", model, KSD(model.parameters()))
     else:
         closure, sets = problem(model, lambda x: distribute_tensor(x, mesh, [Replicate()]))
         KSD(model.parameters(), **{"rational": {"basis": "rational"}, "kronecker": DEEP}[which]).step(closure, sets)
@@ -218,7 +225,8 @@ def refusals(group: Any, which: str) -> None:
     [
         ("baseline", "HessianFree was given DTensor parameters"),
         ("group", "mesh of their own"),
-        ("checkpoint", "get_state_dict"),
+        ("save", "Save the model with torch.distributed.checkpoint"),
+        ("load", "its metadata is a pickle"),
         ("rational", "basis='rational' cannot be used with parameters on a mesh"),
         ("kronecker", "preconditioner='kronecker' cannot be used with parameters on a mesh"),
     ],

@@ -33,7 +33,7 @@ class Train:
     target: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="TARGET")]]
     """module:function, found from the current directory; it returns (model, closure) or (model, closure, sets)."""
     out: Path = Path("ksd-run")
-    """Where log.jsonl, checkpoint.pt and model.pt go."""
+    """Where log.jsonl, checkpoint.safetensors and model.pt go."""
     resume: bool = False
     """Go on from the checkpoint in the directory; from the start if there is none."""
     max_steps: int | None = None

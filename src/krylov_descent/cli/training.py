@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
+import json
 import sys
+import time
 from dataclasses import fields
 from pathlib import Path
 
+import torch
+from torch import nn
+
 from krylov_descent.checking.finding import counted
 from krylov_descent.checking.naming import first_line, raised_at
-from krylov_descent.cli.checkpoint import Checkpoints, forget_after, save_whole
 from krylov_descent.cli.options import Train
 from krylov_descent.cli.screen import complain, say
 from krylov_descent.cli.target import UsageError, load
+from krylov_descent.distributed import checkpoint
+from krylov_descent.distributed.tensor_file import replacing
 from krylov_descent.optimizer import KSD
 from krylov_descent.run import EndReason, Run
 from krylov_descent.writers import JSONLWriter
 
 _KEPT = ("krylov_dim", "basis", "curvature", "weight_decay")  # what makes a run that goes on the same run
+_SHARE = 0.05  # of a run's time that may go into checkpoints
 
 
 def train_target(command: Train) -> int:
     """Train a target and write what comes of it; returns the exit status."""
     out = command.out
-    path, log = out / "checkpoint.pt", out / "log.jsonl"
+    path, log = out / "checkpoint.safetensors", out / "log.jsonl"
     if path.exists() and not command.resume:
         raise UsageError(f"{out} has a run already.", "Go on with it by --resume, or give another --out.")
     target = load(command.target)
@@ -49,7 +56,7 @@ def train_target(command: Train) -> int:
         )
     except ValueError as error:
         raise UsageError(str(error), "krylov-descent train --help") from error
-    forget_after(log, before)
+    _forget_after(log, before)
     if command.resume:
         say(
             f"{path}: going on after {counted(before, 'step')}."
@@ -74,9 +81,80 @@ def train_target(command: Train) -> int:
         optimizer.settle(target.closure, target.sets)  # what the end of the run would have done
     else:
         checkpoints.save()
-    save_whole(target.model.state_dict(), out / "model.pt")
+    with replacing(out / "model.pt") as file:
+        torch.save(target.model.state_dict(), file)
     _say_ended(run, before, out)
     return 0
+
+
+class Checkpoints:
+    """The checkpoint of a run: saved after a step, unless that would take too much of the time."""
+
+    def __init__(self, path: Path, model: nn.Module, optimizer: KSD) -> None:
+        self._path, self._model, self._optimizer = path, model, optimizer
+        self._steps = self._saved = 0
+        self._took, self._last = 0.0, 0.0
+
+    def load(self) -> int:
+        """Go on from the checkpoint, if there is one; returns the steps that it has behind it.
+
+        Raises:
+            UsageError: it is damaged, or not one of this run.
+        """
+        anew = "Resume with the function that began the run, or begin anew in another --out."
+        try:
+            extra = checkpoint.load(self._path, self._model, self._optimizer)
+        except ValueError as error:
+            raise UsageError(str(error), anew) from error
+        if extra is None:
+            return 0
+        try:
+            torch.set_rng_state(torch.tensor([*bytes.fromhex(extra["generator"])], dtype=torch.uint8))
+            self._steps = self._saved = int(extra["steps"])
+        except (ValueError, LookupError, RuntimeError, TypeError) as error:
+            raise UsageError(f"{self._path} was not written by krylov-descent train.", anew) from error
+        return self._steps
+
+    def step_taken(self, *, last: bool) -> None:
+        """Save, if it is time."""
+        self._steps += 1
+        if last or time.perf_counter() - self._last >= self._took / _SHARE:
+            self.save()
+
+    def save(self) -> None:
+        """Save, unless the present state is saved already."""
+        if self._saved == self._steps:
+            return
+        start = time.perf_counter()
+        extra = {"steps": self._steps, "generator": bytes(torch.get_rng_state().tolist()).hex()}
+        checkpoint.save(self._path, self._model, self._optimizer, extra=extra)
+        self._saved = self._steps
+        self._last = time.perf_counter()
+        self._took = self._last - start
+
+    @property
+    def saved(self) -> int:
+        """The steps behind the checkpoint that is on disk."""
+        return self._saved
+
+
+def _forget_after(log: Path, steps: int) -> None:
+    """Drop the lines of a log that were written after the checkpoint: those steps are taken again."""
+    if not log.exists():
+        return
+    lines = log.read_text(encoding="utf-8").splitlines(keepends=True)
+    kept = [line for line in lines if _iteration(line) < steps]
+    if len(kept) < len(lines):
+        with replacing(log) as file:
+            file.write("".join(kept).encode())
+
+
+def _iteration(line: str) -> float:
+    """Of a line; a line that was cut off is after everything."""
+    try:
+        return float(json.loads(line)["iteration"])
+    except (ValueError, KeyError, TypeError):
+        return float("inf")
 
 
 def _say_ended(run: Run, before: int, out: Path) -> None:

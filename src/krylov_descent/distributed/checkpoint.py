@@ -1,15 +1,14 @@
-"""Checkpoints of a run on any number of ranks, that load on any other: ``save`` and ``load``.
+"""One checkpoint file of a run, which loads on any number of ranks: ``save`` and ``load``.
 
-A directory holds ``step-00000012`` and the like, named by the iteration, and ``latest``, which names the one to load. A
-checkpoint is written beside under a name that ``load`` does not look at, and renamed when it is complete; ``latest`` is
-replaced after that, and old ones are removed last. Killed at any moment, a run finds the old or the new one.
+It has the safetensors layout, so that loading it runs no code, and any reader of safetensors opens it. Tensors are
+named ``model/…``, ``optimizer/…`` (vectors of all parameters) and ``factors/…`` (the preconditioner's, inverses
+included: made anew they would be fresher than those of a run that was not interrupted). All else is one JSON text of at
+most 1 MiB in the file's metadata: format, version, the optimizer's numbers, its parameter groups, ``extra``, and a
+CRC-32 of all of it, tensors included.
 
 Torch's random generators are not saved. The optimizer draws from none of them (its samples follow from seed and
 iteration), and those of R ranks have no meaning for another R. A program that does use them puts into ``extra`` what it
 needs, for example ``torch.get_rng_state().tolist()``.
-
-What a preconditioner remembers is stored as it is, inverses included, though each of these could be made from the rest:
-made anew they would be fresher than those of a run that was not interrupted, and the next steps others.
 """
 
 from __future__ import annotations
@@ -17,83 +16,44 @@ from __future__ import annotations
 import json
 import math
 import os
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor
-from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch import Tensor, nn
 
-from krylov_descent.distributed.agreement import by_first, explained, gather, rank_in, together
-from krylov_descent.distributed.directory import choose, publish, seen, start
-from krylov_descent.distributed.groups import groups_of, require_groups
-from krylov_descent.distributed.manifest import DTYPES, Manifest, read_manifest, short
-from krylov_descent.distributed.storage import ManifestReader, ManifestWriter, Part, PartLoadPlanner, PartSavePlanner
+from krylov_descent.distributed.comm import together
+from krylov_descent.distributed.state import gather, require_plain
+from krylov_descent.distributed.tensor_file import ANEW, CODES, LIMIT, reading, write
+from krylov_descent.optimizer import KSD
+from krylov_descent.sealing import checksum
+from krylov_descent.state import WholeState
 
-State = tuple[dict[str, Tensor | None], dict[str, int | float]]
-
-_FACTOR = "factors/"  # begins the names of what a preconditioner remembers; older checkpoints have none
-
-
-class ShardedOptimizer(Protocol):
-    """What a checkpoint needs of an optimizer; ``KSD`` has it."""
-
-    param_groups: list[dict[str, Any]]
-
-    @property
-    def numel(self) -> int:
-        """P, the length of its vectors."""
-        ...
-
-    @property
-    def process_group(self) -> Any:
-        """Of the ranks that share it; None in one process."""
-        ...
-
-    def sharded_state(self) -> State:
-        """Its vectors, of which this rank has positions [r·s, (r+1)·s), padded by zeros, s = ⌈P/R⌉; and its numbers.
-
-        May be a collective, as may be its counterpart.
-        """
-        ...
-
-    @property
-    def factors(self) -> Mapping[str, Tensor]:
-        """What its preconditioner remembers: tensors that a rank has whole or not at all, and as other ranks do."""
-        ...
-
-    def load_sharded_state(
-        self, vectors: dict[str, Tensor | None], numbers: dict[str, int | float], factors: Mapping[str, Tensor] | None
-    ) -> None:
-        """Take what these two gave, the factors of all ranks; ValueError, with nothing changed, if it is not that."""
-        ...
+_FORMAT, _VERSION = "krylov-descent checkpoint", 1
+_AS_IT_WAS = "Build model and optimizer as they were when it was saved."
 
 
 def save(
-    directory: str | os.PathLike[str],
-    model: torch.nn.Module,
-    optimizer: ShardedOptimizer,
-    *,
-    extra: Mapping[str, Any] | None = None,
-    keep: int = 2,
+    path: str | os.PathLike[str], model: nn.Module, optimizer: KSD, *, extra: Mapping[str, Any] | None = None
 ) -> Path:
-    """Save a run; every rank calls it.
+    """Save a run to one file; every rank calls it, and rank 0 writes.
+
+    The file has its name only once it is complete: killed at any moment, a run finds the old one or the new one.
 
     Args:
-        directory: for all checkpoints of the run, on a file system that all ranks see. Nobody else may write there.
-        model: its parameters and buffers are saved once, by whichever ranks.
-        optimizer: its state is saved in parts, each by a rank that has it, with the settings of its groups.
+        path: of the file, such as ``run.safetensors``; an older one is replaced.
+        model: its parameters and buffers are saved.
+        optimizer: its state is gathered on rank 0, and saved with the settings of its groups.
         extra: anything else, of JSON types; that of rank 0 is kept.
-        keep: checkpoints to keep, this one included; older ones are removed.
 
     Returns:
-        The directory of this checkpoint, the same on every rank.
+        The path.
 
     Raises:
         ValueError: something cannot be saved; says what.
-        RankError: another rank could not save its part; says which. What was saved before is still there.
+        OSError: the file cannot be written. What was saved before is still there.
+        RankError: another rank failed; says which.
 
     Example:
         >>> import tempfile, torch
@@ -101,176 +61,193 @@ def save(
         >>> from krylov_descent.distributed import checkpoint
         >>> model = torch.nn.Linear(2, 1)
         >>> optimizer = KSD(model.parameters())
-        >>> directory = tempfile.mkdtemp()
-        >>> checkpoint.save(directory, model, optimizer, extra={"epoch": 3}).name
-        'step-00000000'
-        >>> checkpoint.load(directory, model, optimizer)
+        >>> path = checkpoint.save(f"{tempfile.mkdtemp()}/run.safetensors", model, optimizer, extra={"epoch": 3})
+        >>> checkpoint.load(path, model, optimizer)
         {'epoch': 3}
     """
-    root, group = Path(directory), optimizer.process_group
-    if type(keep) is not int or keep < 1:
-        raise ValueError(f"keep={keep!r}: must be a whole number ≥ 1.")
-    state = optimizer.sharded_state()
-    parts, values = together(group, lambda: _contents(model, optimizer, state, extra))
-    iterations = set(gather(group, iteration := int(values["numbers"]["iteration"])))
-    if len(iterations) > 1:
-        raise ValueError(f"Ranks are at iterations {sorted(iterations)}: call save after the same step on every rank.")
-    temporary = root / by_first(group, lambda: start(root))
-    try:
-        together(group, lambda: seen(temporary))
-        with explained(group):
-            state_dict_saver.save(
-                parts,
-                storage_writer=ManifestWriter(temporary, values),
-                planner=PartSavePlanner(),
-                process_group=group,
-                no_dist=group is None,
-            )
-        return root / by_first(group, lambda: publish(root, temporary, iteration, keep))
-    except BaseException:
-        if rank_in(group)[0] == 0:
-            shutil.rmtree(temporary, ignore_errors=True)
-        raise
+    path, comm = Path(path), optimizer.comm
+    state = optimizer.whole_state()
+    tensors, text = together(comm, lambda: _contents(model, optimizer, state, {} if extra is None else dict(extra)))
+    together(comm, lambda: write(path, tensors, text) if comm.rank == 0 else None)
+    return path
 
 
-def load(
-    directory: str | os.PathLike[str], model: torch.nn.Module, optimizer: ShardedOptimizer
-) -> dict[str, Any] | None:
-    """Continue from the latest checkpoint, whatever the number of ranks that saved it; every rank calls it.
+def load(path: str | os.PathLike[str], model: nn.Module, optimizer: KSD) -> dict[str, Any] | None:
+    """Go on from a checkpoint, whatever the number of ranks that saved it; every rank calls it, and reads the file.
 
-    It is the one that the file ``latest`` names. Without that file, or, with a warning, if it names one that is not
-    there, it is the newest that is complete. Model and optimizer are left alone if it cannot be loaded.
+    Names, shapes and dtypes are compared before any tensor is read. Model and optimizer are left alone if the file is
+    refused.
 
     Args:
-        directory: as given to ``save``.
+        path: as given to ``save``, on a file system that all ranks see.
         model: one of the same names, shapes and dtypes; whatever it holds is replaced.
         optimizer: one of the same parameter groups; their settings are replaced, too.
 
     Returns:
-        ``extra`` as given to ``save``, {} if nothing was; None if there is no checkpoint at all.
+        ``extra`` as given to ``save``, {} if nothing was; None if there is no file.
 
     Raises:
-        ValueError: the checkpoint is damaged, or is one of another model; says how.
-        FileNotFoundError: ``latest`` names a checkpoint that is not there, and there is no other.
+        ValueError: the file is damaged or of another model, or ranks see different files; says how.
         RankError: another rank could not load; says which.
     """
-    root, group = Path(directory), optimizer.process_group
-    name = by_first(group, lambda: choose(root))
-    if name is None:
+    require_plain(optimizer.trained())
+    path, comm = Path(path), optimizer.comm
+    if not any(gather(comm, path.exists())):
         return None
-    path = root / name
-    state = optimizer.sharded_state()
-    manifest, parts, vectors, numbers = together(group, lambda: _targets(path, model, optimizer, state))
-    with explained(group):
-        state_dict_loader.load(
-            dict(parts),
-            storage_reader=ManifestReader(path, manifest),
-            planner=PartLoadPlanner(),
-            process_group=group,
-            no_dist=group is None,
-        )
+    document, tensors = together(comm, lambda: _read(path, model, optimizer))
+    if len(set(gather(comm, document["crc32"]))) > 1:
+        raise ValueError(f"The ranks see different files as {path}. Put it on a file system that all of them share.")
 
     def commit() -> None:
-        factors = {n.removeprefix(_FACTOR): p.tensor for n, p in parts.items() if n.startswith(_FACTOR)}
-        try:
-            optimizer.load_sharded_state(vectors, numbers, factors or None)
-        except ValueError as error:
-            raise ValueError(f"{path}: {error} Load another checkpoint.") from None
-        model.load_state_dict({n.removeprefix("model/"): p.tensor for n, p in parts.items() if n.startswith("model/")})
-        for group, saved in zip(optimizer.param_groups, manifest.values["groups"], strict=True):
+        optimizer.load_whole_state(_state_in(tensors, document))
+        model.load_state_dict(_within(tensors, "model/"))
+        for group, saved in zip(optimizer.param_groups, document["groups"], strict=True):
             group.update(saved["settings"])
 
-    together(group, commit)
-    return dict(manifest.values["extra"])
+    together(comm, commit)
+    return dict(document["extra"])
 
 
 def _contents(
-    model: torch.nn.Module, optimizer: ShardedOptimizer, state: State, extra: Mapping[str, Any] | None
-) -> tuple[dict[str, Part], dict[str, Any]]:
-    """All tensors of this rank, and all that goes to the manifest."""
-    rank, P = rank_in(optimizer.process_group)[0], optimizer.numel
-    vectors, numbers = state
-    parts = {}
-    for name, tensor in model.state_dict().items():
-        if type(tensor) is not Tensor or tensor.layout != torch.strided or tensor.dtype not in DTYPES.values():
-            raise ValueError(
-                f"model.state_dict() has {name} = {short(tensor)}; a checkpoint holds plain tensors only. Keep it out "
-                "of the state (persistent=False) and put what can be JSON into extra=."
-            )
-        parts[f"model/{name}"] = Part(tensor.detach())
-    for name, vector in vectors.items():
-        if vector is not None:
-            start = min(rank * vector.numel(), P)
-            parts[f"optimizer/{name}"] = Part(vector[: P - start], start, P)
-    parts |= {f"{_FACTOR}{name}": Part(x) for name, x in optimizer.factors.items()}
-    extra = {} if extra is None else dict(extra)
+    model: nn.Module, optimizer: KSD, state: WholeState, extra: dict[str, Any]
+) -> tuple[dict[str, Tensor], str]:
+    """All tensors by name, and the JSON text."""
+    vectors, numbers, factors = state
+    tensors = {}
+    for prefix, group in (("model/", model.state_dict()), ("optimizer/", vectors), ("factors/", factors)):
+        for name, x in group.items():
+            if type(x) is not Tensor or x.layout != torch.strided or x.dtype not in CODES:
+                raise ValueError(
+                    f"{prefix}{name} = {_short(x)} cannot be saved: a checkpoint holds plain tensors. Keep it out of "
+                    "model.state_dict() (persistent=False), and put what can be JSON into extra=."
+                )
+            tensors[prefix + name] = x.detach().cpu().contiguous()
     try:
-        same = json.loads(json.dumps(extra, allow_nan=False)) == extra
+        same = json.loads(_canonical(extra)) == extra
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(
-            f"extra={short(extra)} is not JSON: {error}. Give dicts, lists, numbers and strings."
+            f"extra={_short(extra)} is not JSON: {error}. Give dicts, lists, numbers and strings."
         ) from None
     if not same:
         raise ValueError(
-            f"extra={short(extra)} would not come back the same: in JSON, keys are strings and tuples become lists."
+            f"extra={_short(extra)} would not come back the same: in JSON, keys are strings and tuples become lists."
         )
-    encoded = {k: x if isinstance(x, int) or math.isfinite(x) else str(float(x)) for k, x in numbers.items()}
-    return parts, {"numbers": encoded, "groups": groups_of(model, optimizer.param_groups), "extra": extra}
-
-
-def _targets(
-    path: Path, model: torch.nn.Module, optimizer: ShardedOptimizer, now: State
-) -> tuple[Manifest, dict[str, Part], dict[str, Tensor | None], dict[str, int | float]]:
-    """The manifest if it fits what is there now, new tensors to load into, the vectors among them, and the numbers."""
-    manifest = read_manifest(path)
-    saved = manifest.tensors()
-    state = model.state_dict()
-    names = {name.removeprefix("model/") for name in saved if name.startswith("model/")}
-    if names != state.keys():
+    document = {
+        "format": _FORMAT,
+        "version": _VERSION,
+        "numbers": {key: x if math.isfinite(x) else str(float(x)) for key, x in numbers.items()},
+        "groups": _groups_of(model, optimizer),
+        "extra": extra,
+    }
+    text = _canonical({**document, "crc32": checksum([_canonical(document), tensors])})
+    if len(text) > LIMIT:
         raise ValueError(
-            f"{path} is a checkpoint of another model: only there are {short(sorted(names - state.keys()))}, only here "
-            f"{short(sorted(state.keys() - names))}. Build the model as it was when it was saved."
+            f"The names of the parameters and extra= take {len(text):,} characters as JSON, and a checkpoint has room "
+            f"for {LIMIT:,}. Put what is large into a buffer of the model, or into a file of its own."
         )
-    parts: dict[str, Part] = {}
-    for name, tensor in state.items():
-        there = saved[f"model/{name}"]
-        if (there.size, there.properties.dtype) != (tensor.shape, tensor.dtype):
-            raise ValueError(
-                f"{path} is a checkpoint of another model: {name} is {[*there.size]} of {there.properties.dtype} there "
-                f"and {[*tensor.shape]} of {tensor.dtype} here. Build the model as it was when it was saved."
-            )
-        parts[f"model/{name}"] = Part(torch.empty_like(tensor, device="cpu"))
-    require_groups(path, manifest.values, groups_of(model, optimizer.param_groups))
-    P, (rank, ranks) = optimizer.numel, rank_in(optimizer.process_group)
-    s = -(-P // ranks)
-    start = min(rank * s, P)
-    device = next(p.device for group in optimizer.param_groups for p in group["params"])
-    vectors: dict[str, Tensor | None] = dict.fromkeys(now[0])
-    for key, there in saved.items():
-        name = key.removeprefix("optimizer/")
-        if key.startswith("model/"):
-            continue
-        if key.startswith(_FACTOR):
-            parts[key] = Part(torch.empty(there.size, dtype=there.properties.dtype, device=device))
-            continue
-        if name not in vectors or [*there.size] != [P] or not there.properties.dtype.is_floating_point:
-            raise ValueError(
-                f"{path} is a checkpoint of another optimizer: {name} is {[*there.size]} of {there.properties.dtype} "
-                f"there, and the vectors of this one are {sorted(vectors)} of {P} numbers. Build it as it was."
-            )
-        vector = torch.zeros(s, dtype=there.properties.dtype, device=device)
-        vectors[name] = vector
-        parts[key] = Part(vector[: P - start], start, P)
-    return manifest, parts, vectors, _numbers(path, manifest.values, now[1])
+    return tensors, text
 
 
-def _numbers(path: Path, values: dict[str, Any], current: dict[str, int | float]) -> dict[str, int | float]:
-    """The numbers of a manifest, of the types of those that are there; their names are the optimizer's to check."""
-    numbers = {}
-    for key, x in values["numbers"].items():
-        if type(x) is str and x in ("inf", "-inf", "nan"):
-            x = float(x)
-        if type(x) is not int and (type(x) is not float or type(current.get(key)) is int):
-            raise ValueError(f"{path}: {key} is {short(x)}, no number of its kind. Load another checkpoint.")
-        numbers[key] = x
-    return numbers
+def _groups_of(model: nn.Module, optimizer: KSD) -> list[dict[str, Any]]:
+    """The parameter groups: names, whether they are trained, and the settings that are numbers."""
+    names = {id(p): name for name, p in reversed([*model.named_parameters(remove_duplicate=False)])}
+    groups = []
+    for i, group in enumerate(optimizer.param_groups):
+        for p in group["params"]:
+            if id(p) not in names:
+                raise ValueError(
+                    f"Parameter group {i} has a parameter of shape {[*p.shape]} that is not the model's. Give save and "
+                    "load a module that holds all that is trained, such as a ModuleList."
+                )
+        parameters = [[names[id(p)], p.requires_grad] for p in group["params"]]
+        settings = {k: x for k, x in group.items() if type(x) in (int, float, bool) and math.isfinite(x)}
+        groups.append({"parameters": parameters, "settings": settings})
+    return groups
+
+
+def _read(path: Path, model: nn.Module, optimizer: KSD) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The JSON document and the tensors of a file, if they are sound and fit."""
+    with reading(path) as file:
+        document = _document(file.text)
+        _require_model(file.declared, model)
+        _require_groups(document["groups"], _groups_of(model, optimizer))
+        optimizer.check_whole_state(_state_in(file.declared, document))
+        tensors = file.tensors()
+        said = {key: value for key, value in document.items() if key != "crc32"}
+        if checksum([_canonical(said), tensors]) != document["crc32"]:
+            raise ValueError(f"The contents do not have their checksum {_short(document['crc32'])}. {ANEW}")
+        optimizer.check_whole_state(_state_in(tensors, document))
+        return document, tensors
+
+
+def _document(text: str) -> dict[str, Any]:
+    """The JSON text of a file as an object, if ``save`` may have written it."""
+    try:
+        document: dict[str, Any] = json.loads(text)
+        canonical = _canonical(document) == text  # no key twice, no NaN
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"The metadata are not JSON ({_short(str(error))}). {ANEW}") from None
+    if document["version"] != _VERSION:
+        raise ValueError(
+            f"The checkpoint has version {_short(document['version'])}, and this krylov_descent reads {_VERSION}. Load "
+            "it with the krylov_descent that wrote it."
+        )
+    if not canonical or document["format"] != _FORMAT or not isinstance(document["extra"], dict):
+        raise ValueError(f"The metadata are not as save writes them. {ANEW}")
+    return document
+
+
+def _require_model(declared: Mapping[str, Tensor], model: nn.Module) -> None:
+    """The tensors of a file must be those of this model and of an optimizer."""
+    there, here = _within(declared, "model/"), model.state_dict()
+    if there.keys() != here.keys():
+        raise ValueError(
+            f"This is a checkpoint of another model: only there are {_short(sorted(there.keys() - here.keys()))}, only "
+            f"here {_short(sorted(here.keys() - there.keys()))}. {_AS_IT_WAS}"
+        )
+    for name, x in here.items():
+        if (saved := there[name]).shape != x.shape or saved.dtype != x.dtype:
+            raise ValueError(
+                f"This is a checkpoint of another model: {name} is {[*saved.shape]} of {saved.dtype} there and "
+                f"{[*x.shape]} of {x.dtype} here. {_AS_IT_WAS}"
+            )
+    others = [name for name in declared if not name.startswith(("model/", "optimizer/", "factors/"))]
+    if others:
+        raise ValueError(f"No checkpoint has {_short(others)}. {ANEW}")
+
+
+def _require_groups(there: list[Any], here: list[dict[str, Any]]) -> None:
+    """Saved parameter groups must be those of the optimizer, with settings that are numbers."""
+    if len(there) != len(here):
+        raise ValueError(f"The checkpoint has {len(there)} parameter groups, the optimizer {len(here)}. {_AS_IT_WAS}")
+    for i, (saved, now) in enumerate(zip(there, here, strict=True)):
+        if saved["parameters"] != now["parameters"]:
+            raise ValueError(
+                f"This is a checkpoint of other parameter groups: group {i} has [name, trained] = "
+                f"{_short(saved['parameters'])} there, and {_short(now['parameters'])} here. Give the optimizer the "
+                "same parameters in the same order, and freeze the same ones."
+            )
+        for key, x in saved["settings"].items():
+            number = type(x) in (int, float, bool) and math.isfinite(x)
+            if key == "params" or not number or (key == "weight_decay" and x < 0):
+                raise ValueError(f"{key} of parameter group {i} is {_short(x)}, which is no setting. {ANEW}")
+
+
+def _state_in(tensors: Mapping[str, Tensor], document: Mapping[str, Any]) -> WholeState:
+    """The optimizer's state among the contents of a file."""
+    numbers = {key: float(x) if x in ("inf", "-inf", "nan") else x for key, x in document["numbers"].items()}
+    return _within(tensors, "optimizer/"), numbers, _within(tensors, "factors/")
+
+
+def _within(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): x for name, x in tensors.items() if name.startswith(prefix)}
+
+
+def _canonical(document: Mapping[str, Any]) -> str:
+    return json.dumps(document, sort_keys=True, allow_nan=False)
+
+
+def _short(value: Any) -> str:
+    """A value for an error message."""
+    text = repr(value)
+    return text if len(text) <= 80 else text[:79] + "…"

@@ -8,10 +8,12 @@ this is the identity, so there is one Algorithm 2 and one Algorithm 3 for any R.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
+
+T = TypeVar("T")
 
 
 class RankError(RuntimeError):
@@ -174,8 +176,10 @@ def attempt(comm: Comm, work: Callable[[], object]) -> Exception | None:
     return None
 
 
-def together(comm: Comm, work: Callable[[], object]) -> None:
-    """Do what concerns this rank only; if it fails on one of them, it fails on all."""
-    failure = attempt(comm, work)
+def together(comm: Comm, work: Callable[[], T]) -> T:
+    """Do what concerns this rank only, and return its result; if it fails on one rank, it fails on all."""
+    results: list[T] = []
+    failure = attempt(comm, lambda: results.append(work()))
     if comm.ranks > 1:
         comm.total(torch.zeros(0, dtype=torch.float64, device="cpu"), failure)
+    return results[0]

@@ -1,15 +1,20 @@
-"""What ranks must have in common, and parts of vectors as a checkpoint wants them: of ⌈P/R⌉, whatever the ranks use."""
+"""What ranks must have in common, and their state put together."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from krylov_descent.distributed.comm import Comm, SingleProcess
-from krylov_descent.distributed.process_group import GroupComm
+from krylov_descent.distributed.comm import Comm
+from krylov_descent.distributed.process_group import GroupComm, explained
+from krylov_descent.distributed.sharded import is_sharded
 from krylov_descent.parameters import ParameterVector
+
+T = TypeVar("T")
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _EXACT = 1 << 52  # whole numbers below it are exact in float64
@@ -42,35 +47,61 @@ def require_same(comm: Comm, parameters: ParameterVector, numbers: Sequence[int]
     )
 
 
-def require_parts(comm: Comm, numel: int) -> None:
-    """Vectors must be in parts, one after the other.
+def gather(comm: Comm, value: T) -> list[T]:
+    """The values of all ranks, by rank."""
+    if not isinstance(comm, GroupComm) or comm.ranks == 1:
+        return [value]
+    values: list[Any] = [None] * comm.ranks
+    with explained(comm.rank, comm.ranks):
+        dist.all_gather_object(values, value, group=comm.group)
+    return values
+
+
+def require_plain(params: Sequence[Tensor]) -> None:
+    """The parameters must be plain tensors, not DTensors, for their state to be gathered.
 
     Raises:
-        ValueError: they are spread as DTensor parameters are.
+        ValueError: some are spread over a mesh.
     """
-    if comm.bounds(numel) is None:
+    if any(map(is_sharded, params)):
         raise ValueError(
-            "The parameters are DTensors, and so is the optimizer's state: save both with torch.distributed."
-            "checkpoint and its get_state_dict, which krylov_descent.distributed.checkpoint does not replace there."
+            "The parameters are DTensors, and so is the optimizer's state. Save the model with torch.distributed."
+            "checkpoint, and optimizer.state_dict() with torch.save on each rank, as docs/scaling.md has it. Load such a "
+            "checkpoint only if you trust it: its metadata is a pickle."
         )
 
 
-def even_part(x: Tensor, numel: int, comm: Comm) -> Tensor:
-    """A part as this rank uses it → as a checkpoint keeps it."""
-    even = _even(comm)
-    if comm.bounds(numel) == even.bounds(numel):
-        return x
-    return even.shard(comm.all_gather(x, numel))
+def gathered(
+    comm: Comm,
+    parameters: ParameterVector,
+    iteration: int,
+    vectors: Mapping[str, Tensor | None],
+    factors: Mapping[str, Tensor],
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Whole vectors [P] and the factors of all ranks, in host memory of rank 0; nothing on other ranks. A collective.
 
-
-def own_part(x: Tensor, parameters: ParameterVector, comm: Comm) -> Tensor:
-    """The other way round."""
-    even = _even(comm)
-    x = x.to(parameters.device, parameters.dtype)
-    if comm.bounds(parameters.numel) == even.bounds(parameters.numel):
-        return x
-    return comm.shard(even.all_gather(x, parameters.numel))
-
-
-def _even(comm: Comm) -> Comm:
-    return GroupComm(comm.group) if isinstance(comm, GroupComm) and comm.ranks > 1 else SingleProcess()
+    Raises:
+        ValueError: the parameters are DTensors, or the ranks are not at the same step; on all of them.
+    """
+    require_plain(parameters.params)
+    parts = {name: part for name, part in vectors.items() if part is not None}
+    said = gather(comm, (iteration, sorted(parts), sorted(factors)))
+    if any(other[:2] != said[0][:2] for other in said):
+        raise ValueError(
+            f"The ranks are at iterations {[other[0] for other in said]} and remember {[other[1] for other in said]}: "
+            "save after the same step on every rank."
+        )
+    whole = {}
+    for name, part in parts.items():
+        x = comm.all_gather(part, parameters.numel)
+        if comm.rank == 0:
+            whole[name] = x.cpu()
+    # A rank keeps those inverses that it uses: the first rank after 0 that has one sends it.
+    new = [name for name in factors if not any(name in other[2] for other in said[: comm.rank])]
+    sent = gather(comm, {name: factors[name].cpu() for name in new} if comm.rank else {})
+    if comm.rank:
+        return {}, {}
+    every = {name: x.cpu() for name, x in factors.items()}
+    for of_rank in sent:
+        every |= of_rank
+    return whole, every

@@ -26,9 +26,7 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import Tensor, nn
 
 from krylov_descent.data import Subsets
-from krylov_descent.distributed import Comm, ProcessGroup, SingleProcess
-from krylov_descent.distributed.agreement import gather
-from krylov_descent.distributed.process_group import GroupComm
+from krylov_descent.distributed import ProcessGroup
 from krylov_descent.optimizer import KSD
 from krylov_descent.report import Settlement, StepReport
 
@@ -116,7 +114,7 @@ class KSDModule(LightningModule):
 
     settlement: Settlement | None = None
     _sets: Any = None
-    _loaded: dict[str, Any] | None = None
+    _loaded: Any = None
 
     def loss_and_outputs(self, batch: Any) -> Any:
         """What KSD's closure returns: the mean loss of a batch, what it is convex in, and optionally its weight.
@@ -170,7 +168,9 @@ class KSDModule(LightningModule):
         """Take back what ranks saved together."""
         super().on_train_start()
         if self._loaded is not None:
-            _load_state_of_ranks(_ksd_of(self.trainer), self._loaded)
+            optimizer = _ksd_of(self.trainer)
+            optimizer.state.clear()  # that of the rank which wrote the file
+            optimizer.load_whole_state(self._loaded)
             self._loaded = None
 
     def on_train_end(self) -> None:
@@ -186,7 +186,7 @@ class KSDModule(LightningModule):
         super().on_save_checkpoint(checkpoint)
         for optimizer in self.trainer.optimizers if "optimizer_states" in checkpoint else ():
             if isinstance(optimizer, KSD) and optimizer.comm.ranks > 1:
-                checkpoint[_STATE_OF_RANKS] = _state_of_ranks(optimizer)
+                checkpoint[_STATE_OF_RANKS] = optimizer.whole_state()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Keep what ranks saved together until there is an optimizer to take it."""
@@ -257,31 +257,6 @@ def _ksd_of(trainer: Trainer) -> KSD:
             "KSD(..., process_group=self.process_group) from configure_optimizers."
         )
     return optimizer
-
-
-def _state_of_ranks(optimizer: KSD) -> dict[str, Any]:
-    """What the run remembers, whole; a collective."""
-    vectors, numbers = optimizer.sharded_state()
-    comm, numel = _comm_of_parts(optimizer), optimizer.numel
-    whole = {name: None if x is None else comm.all_gather(x, numel).cpu() for name, x in vectors.items()}
-    factors: dict[str, Tensor] = {}
-    for held in gather(optimizer.process_group, {name: x.cpu() for name, x in optimizer.factors.items()}):
-        factors |= held  # a rank holds those inverses that it uses
-    return {"vectors": whole, "numbers": numbers, "factors": factors}
-
-
-def _load_state_of_ranks(optimizer: KSD, saved: dict[str, Any]) -> None:
-    optimizer.state.clear()  # that of the rank which wrote the file
-    comm = _comm_of_parts(optimizer)
-    parts = {name: None if x is None else comm.shard(x) for name, x in saved["vectors"].items()}
-    device = optimizer.param_groups[0]["params"][0].device
-    factors = {name: x.to(device) for name, x in saved.get("factors", {}).items()}  # older files have none
-    optimizer.load_sharded_state(parts, saved["numbers"], factors or None)
-
-
-def _comm_of_parts(optimizer: KSD) -> Comm:
-    """Of equal parts, as ``sharded_state`` gives them."""
-    return SingleProcess() if optimizer.comm.ranks == 1 else GroupComm(optimizer.process_group)
 
 
 @contextmanager
