@@ -216,9 +216,10 @@ def not_finite(root: Path, fired: Path, randomly: random.Random) -> str:
         tensors["optimizer/d_prev"] = torch.full((3,), math.nan)
         vectors = ["optimizer/d_prev"]
     name = randomly.choice(vectors)
-    tensors[name].view(-1)[0] = randomly.choice([math.nan, math.inf, -math.inf])
+    value = randomly.choice([math.nan, math.inf, -math.inf])
+    tensors[name].view(-1)[0] = value
     rewrite(root / NAME, tensors, document)
-    return name
+    return f"{value} in {name}"
 
 
 Craft = Callable[[Path, Path, random.Random], str]

@@ -187,7 +187,7 @@ def _document(text: str) -> dict[str, Any]:
         canonical = _canonical(document) == text  # no key twice, no NaN
     except (ValueError, RecursionError) as error:
         raise ValueError(f"The metadata are not JSON ({_short(str(error))}). {ANEW}") from None
-    if document["version"] != _VERSION:
+    if type(document["version"]) is not int or document["version"] != _VERSION:  # True equals 1
         raise ValueError(
             f"The checkpoint has version {_short(document['version'])}, and this krylov_descent reads {_VERSION}. Load "
             "it with the krylov_descent that wrote it."
