@@ -246,12 +246,6 @@ def test_growing_sets_and_subsets_count_for_themselves() -> None:
     subsets = Subsets(data, batch_size=1000, fraction=0.05, seed=0)
     assert optimizer.step(closure_of(model), subsets).set_sizes["C"] == 200
     assert steps(model, optimizer, sets, 1)[0].set_sizes["A"] == grown
-    state = copy.deepcopy(optimizer.state_dict())
-    numbers = next(iter(state["state"].values()))
-    numbers["search_growth"] = numbers.pop("growths")  # as before there were two
-    del state["krylov_descent"]
-    optimizer.load_state_dict(state)
-    assert optimizer.step(closure_of(model), sets).set_sizes["A"] >= grown
 
 
 def test_the_search_loss_of_the_last_step_is_on_its_own_set() -> None:

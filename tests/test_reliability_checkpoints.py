@@ -141,6 +141,17 @@ def test_a_state_of_another_kind_is_refused_before_anything_changes() -> None:
         assert str(optimizer.state_dict()) == str(before)
 
 
+def test_a_state_that_would_grow_takes_no_memory() -> None:
+    """A tensor that repeats one number is small in a file of torch.save."""
+    w = torch.nn.Parameter(torch.ones(3))
+    optimizer = KSD([w])
+    optimizer.step(lambda: (w.square().mean(), w))
+    state = optimizer.state_dict()
+    state["state"][0]["d_prev"] = torch.zeros(1).expand(10**13)
+    with pytest.raises(ValueError, match="has fewer numbers than that"):
+        optimizer.load_state_dict(state)
+
+
 def test_a_class_derived_from_ours_has_the_same_state() -> None:
     class Mine(KSD):
         pass

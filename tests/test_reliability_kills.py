@@ -56,4 +56,5 @@ def test_a_checkpoint_that_differs_would_be_noticed(tmp_path: Path) -> None:
     checkpoint.save(plan.checkpoint, *built(plan), extra={"steps": 0})
     training._compare_newest()
     training._compare_end(dict.fromkeys(kills.SAME, "other"))
-    assert len(training.wrong) == 3
+    assert "the newest checkpoint is of 0 steps, and 1 were saved" in training.wrong
+    assert len(training.wrong) == 4

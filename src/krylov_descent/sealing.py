@@ -27,6 +27,9 @@ def raw_bytes(x: Tensor) -> Any:
 def checksum(value: Any, crc: int = 0) -> int:
     """CRC-32 of nested mappings, sequences, tensors and plain values; of other objects, their type counts alone.
 
+    Raises:
+        ValueError: a tensor would take more memory than it holds.
+
     Example:
         >>> import torch
         >>> checksum({"a": torch.zeros(3)}) == checksum({"a": torch.zeros(3)}) != checksum({"a": torch.ones(3)})
@@ -34,6 +37,8 @@ def checksum(value: Any, crc: int = 0) -> int:
     """
     if isinstance(value, Tensor):
         part = value.to_local() if is_sharded(value) else value
+        if part.nbytes > part.untyped_storage().nbytes():  # the same numbers again and again: few bytes of a file
+            raise ValueError(f"A tensor of shape {[*part.shape]} has fewer numbers than that. Load another state.")
         x = part.detach().cpu().contiguous()
         crc = zlib.crc32(f"{x.dtype}{[*x.shape]}".encode(), crc)
         return zlib.crc32(raw_bytes(x), crc)

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F  # noqa: N812
 from experiments.baselines import HessianFree
 from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -141,13 +141,13 @@ def probe_and_resume(group: Any, directory: str) -> bool:
     half = fresh()
     optimizer, _ = steps(half, put, 2)
     own = Path(directory) / f"optimizer-{dist.get_rank(group)}.pt"
-    dcp.save({"model": half.state_dict()}, checkpoint_id=directory, process_group=group)
+    state_dict_saver.save({"model": half.state_dict()}, checkpoint_id=directory, process_group=group)
     torch.save(optimizer.state_dict(), own)
     other = fresh()
     for p in other.parameters():
         p.data.mul_(0)
     weights = {"model": other.state_dict()}
-    dcp.load(weights, checkpoint_id=directory, process_group=group)
+    state_dict_loader.load(weights, checkpoint_id=directory, process_group=group)
     other.load_state_dict(weights["model"])
     resumed = KSD(other.parameters(), krylov_dim=4, search=Search(iterations=6))
     resumed.load_state_dict(torch.load(own, weights_only=True))
