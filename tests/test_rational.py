@@ -311,12 +311,16 @@ def test_what_a_whole_sketch_may_is_not_carried_to_others() -> None:
         assert carried["longest"] == 0 if few.stop == 6 else 0.125 <= carried["longest"] <= 0.5
 
 
-def test_a_state_of_before_pieces_became_longer() -> None:
-    vectors, numbers = memory_parts(Memory(3, 0, carry=Carry(1.0, 0.125, 0.0, 1.0, waits=0.1, longest=0.25, fell=0.7)))
-    older = {key: value for key, value in numbers.items() if key not in ("longest", "fell")}
-    assert memory_of(vectors, older).carry == Carry(1.0, 0.125, 0.0, 1.0, waits=0.1)
-    with pytest.raises(ValueError, match="not those of a KSD"):
-        memory_of(vectors, {key: value for key, value in numbers.items() if key != "waits"})
+def test_a_state_with_other_numbers_is_refused() -> None:
+    memory = Memory(3, 0, carry=Carry(1.0, 0.125, 0.0, 1.0, waits=0.1, longest=0.25, fell=0.7))
+    vectors, numbers = memory_parts(memory)
+    assert memory_of(vectors, numbers).carry == memory.carry
+    for key in numbers:
+        with pytest.raises(ValueError, match="not what a KSD remembers"):
+            memory_of(vectors, {name: x for name, x in numbers.items() if name != key})
+        for bad in ("x", True, None, 1 << 64, *((0.5, -1.0) if key in ("iteration", "growths") else ())):
+            with pytest.raises(ValueError, match=f"{key} = .*, which is no number of its kind"):
+                memory_of(vectors, {**numbers, key: bad})  # type: ignore[dict-item]
 
 
 def test_sketches_grow_where_the_flow_waits_for_rows() -> None:
