@@ -13,6 +13,7 @@ import random
 import shutil
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Container
 from pathlib import Path
 from typing import Any
@@ -149,10 +150,12 @@ def _judge(form: Form, directory: Path, bystander: Run, saved: str, what: str) -
     """Load into a run that is elsewhere; which must come through unharmed."""
     bystander.steps(1)
     before = Snapshot(bystander.model, bystander.optimizer)
-    try:
-        form.load(directory, bystander)
-    except Exception as error:
-        return _judge_refusal(form, directory, before, error, what)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns of pickles of other versions
+        try:
+            form.load(directory, bystander)
+        except Exception as error:
+            return _judge_refusal(form, directory, before, error, what)
     if digest(bystander.model, bystander.optimizer) == saved:
         return "loaded as saved", what, ""
     return "", what, f"other values were loaded ({what})"

@@ -229,11 +229,6 @@ class KSD(ClosureOptimizer):
             )
         return MeshComm(parameters.params, parameters.sizes)
 
-    @property
-    def process_group(self) -> Any:
-        """The ranks that step together; None in a single process."""
-        return getattr(self._comm, "group", None)
-
     def basis(self) -> Tensor:
         """V of the last step: orthonormal rows [m, P] for ``report.coefficients``; a copy, a collective, to look at.
 

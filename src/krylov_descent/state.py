@@ -117,7 +117,7 @@ def memory_of(vectors: Mapping[str, Tensor | None], numbers: Mapping[str, int | 
         )
     for key, n in numbers.items():
         whole = type(n) is int and abs(n) < 1 << 64 and (n >= 0 or key not in _COUNTS)
-        if not whole and (type(n) is not float or key in (*_COUNTS, "seed")):
+        if not whole and (not isinstance(n, float) or key in (*_COUNTS, "seed")):
             raise ValueError(
                 f"The state has {key} = {str(n)[:80]!r}, which is no number of its kind. Load another one."
             )
