@@ -320,7 +320,7 @@ def test_a_state_with_other_numbers_is_refused() -> None:
             memory_of(vectors, {name: x for name, x in numbers.items() if name != key})
         for bad in ("x", True, None, 1 << 64, *((0.5, -1.0) if key in ("iteration", "growths") else ())):
             with pytest.raises(ValueError, match=f"{key} = .*, which is no number of its kind"):
-                memory_of(vectors, {**numbers, key: bad})  # type: ignore[dict-item]
+                memory_of(vectors, {**numbers, key: bad})
 
 
 def test_sketches_grow_where_the_flow_waits_for_rows() -> None:

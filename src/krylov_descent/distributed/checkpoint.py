@@ -24,7 +24,8 @@ import torch
 from torch import Tensor, nn
 
 from krylov_descent.distributed.comm import together
-from krylov_descent.distributed.state import gather, require_plain
+from krylov_descent.distributed.process_group import gather
+from krylov_descent.distributed.state import require_plain
 from krylov_descent.distributed.tensor_file import ANEW, CODES, LIMIT, reading, write
 from krylov_descent.optimizer import KSD
 from krylov_descent.sealing import checksum

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,7 @@ from torch import Tensor
 from krylov_descent.distributed.comm import Comm, RankError, SingleProcess
 
 ProcessGroup = dist.ProcessGroup
+T = TypeVar("T")
 
 _BUCKET = 1 << 20  # elements that are on their way at a time
 _MESSAGE = 2048  # bytes of an error's text
@@ -175,6 +176,16 @@ class GroupComm:
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError("An optimizer with a process group cannot be copied or pickled: save its state_dict().")
+
+
+def gather(comm: Comm, value: T) -> list[T]:
+    """The values of all ranks, by rank."""
+    if not isinstance(comm, GroupComm):
+        return [value]
+    values: list[Any] = [None] * comm.ranks
+    with explained(comm.rank, comm.ranks):
+        dist.all_gather_object(values, value, group=comm.group)
+    return values
 
 
 def _ordered_sum(rows: Tensor) -> Tensor:

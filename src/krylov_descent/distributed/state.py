@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from krylov_descent.distributed.comm import Comm
-from krylov_descent.distributed.process_group import GroupComm, explained
+from krylov_descent.distributed.process_group import gather
 from krylov_descent.distributed.sharded import is_sharded
 from krylov_descent.parameters import ParameterVector
-
-T = TypeVar("T")
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _EXACT = 1 << 52  # whole numbers below it are exact in float64
@@ -45,16 +41,6 @@ def require_same(comm: Comm, parameters: ParameterVector, numbers: Sequence[int]
         "arguments, and load the same checkpoint everywhere. Subsets is given all samples on every rank, and hands "
         "each its share."
     )
-
-
-def gather(comm: Comm, value: T) -> list[T]:
-    """The values of all ranks, by rank."""
-    if not isinstance(comm, GroupComm) or comm.ranks == 1:
-        return [value]
-    values: list[Any] = [None] * comm.ranks
-    with explained(comm.rank, comm.ranks):
-        dist.all_gather_object(values, value, group=comm.group)
-    return values
 
 
 def require_plain(params: Sequence[Tensor]) -> None:
