@@ -7,7 +7,7 @@ from collections.abc import Callable
 from benchmarks import hand, rivals
 from benchmarks.problems import Problem
 from benchmarks.timing import Ratio, interleaved, ratio
-from krylov_descent.precondition import Fisher
+from krylov_descent.preconditioners.fisher import Fisher
 
 MICROBATCHES = 6
 

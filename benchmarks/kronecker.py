@@ -11,8 +11,8 @@ from torch import nn
 
 from benchmarks.problems import Problem
 from benchmarks.timing import Ratio, interleaved, ratio
-from krylov_descent.kronecker import Factors, Kronecker
-from krylov_descent.kronecker_factors import PassOverSet
+from krylov_descent.preconditioners.kronecker import Factors, Kronecker
+from krylov_descent.preconditioners.statistics import PassOverSet
 
 _WARMUP = 2
 _FEW = 32  # outputs up to which curvlinops' exact factors, a backward pass for each, are measured

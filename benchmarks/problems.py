@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from krylov_descent.data import Microbatch
 from krylov_descent.distributed import SingleProcess
-from krylov_descent.objective import Objective
-from krylov_descent.parameters import ParameterVector
+from krylov_descent.objective.objective import Objective
+from krylov_descent.samples.subsets import Microbatch
+from krylov_descent.vectors.parameters import ParameterVector
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -80,8 +80,8 @@ def _loopback(group: Any) -> int:
 def _watching(seen: Found) -> Iterator[None]:
     """Count in ``seen``: lines of the search, collectives, and by phase seconds, bytes and collectives."""
     from krylov_descent.distributed.process_group import GroupComm
-    from krylov_descent.stepping import Clock
-    from krylov_descent.walk import Walk
+    from krylov_descent.krylov.search import Walk
+    from krylov_descent.krylov.step import Clock
 
     def counting(what: str, function: Any) -> Any:
         def counted(*args: Any, **keywords: Any) -> None:
@@ -105,7 +105,7 @@ def _watching(seen: Found) -> Iterator[None]:
             seen["phases"][name] = {**spent, "seconds": self.laps[name]}
 
     with (
-        mock.patch("krylov_descent.ksd.Clock", Metered),
+        mock.patch("krylov_descent.krylov.builder.step.Clock", Metered),
         mock.patch.object(Walk, "begin", counting("lines", Walk.begin)),
         mock.patch.object(GroupComm, "_call", counting("calls", GroupComm._call)),
     ):

@@ -92,9 +92,11 @@ class Parts:
 @contextlib.contextmanager
 def parts_of_steps() -> Iterator[Parts]:
     """The parts of every step inside."""
-    from krylov_descent import flow, ksd, rational
-    from krylov_descent.objective import Objective
-    from krylov_descent.sketch import Sketcher
+    from krylov_descent.flow import factored as flow
+    from krylov_descent.flow import step as rational
+    from krylov_descent.flow.sketch import Sketcher
+    from krylov_descent.krylov import step as ksd
+    from krylov_descent.objective.objective import Objective
 
     parts = Parts()
     with contextlib.ExitStack() as stack:

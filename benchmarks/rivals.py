@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.func import functional_call, jvp, linearize, vjp
 
 from benchmarks.problems import Problem
-from krylov_descent.data import Microbatch
-from krylov_descent.parameters import ParameterVector
+from krylov_descent.samples.subsets import Microbatch
+from krylov_descent.vectors.parameters import ParameterVector
 
 Product = Callable[[Tensor], Tensor]
 Named = dict[str, Tensor]

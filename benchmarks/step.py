@@ -14,10 +14,10 @@ from benchmarks.hand import HandWritten
 from benchmarks.problems import Problem
 from benchmarks.timing import Ratio, spread
 from krylov_descent import KSD, StepReport, Subsets
-from krylov_descent.basis import krylov_basis
 from krylov_descent.distributed import SingleProcess
-from krylov_descent.objective import Objective
-from krylov_descent.rows import Rows
+from krylov_descent.krylov.basis import krylov_basis
+from krylov_descent.objective.objective import Objective
+from krylov_descent.vectors.storage import Rows
 
 
 def measure(problem: Problem, *, batch_size: int, krylov_dim: int, rounds: int) -> dict[str, Ratio]:

@@ -22,8 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from krylov_descent import KSD, Subsets
-from krylov_descent.distributed import checkpoint
+from krylov_descent import KSD, Subsets, checkpoint
 from krylov_descent.distributed.launch import init_process_group
 
 VARIABLE = "KRYLOV_DESCENT_DATA"

@@ -14,9 +14,9 @@ from experiments.settings import KFACSettings, KroneckerSettings
 from krylov_descent import DEEP, KSD, Growing, Kronecker, Search
 from krylov_descent.curvature import CURVATURES
 from krylov_descent.distributed import SingleProcess
-from krylov_descent.krylov import KrylovBuilder
-from krylov_descent.objective import Objective
-from krylov_descent.parameters import ParameterVector
+from krylov_descent.krylov.builder import KrylovBuilder
+from krylov_descent.objective.objective import Objective
+from krylov_descent.vectors.parameters import ParameterVector
 
 
 class _NeverGrowing(Growing):

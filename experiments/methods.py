@@ -32,8 +32,8 @@ from experiments.settings import (
 )
 from krylov_descent import KSD, PAPER, Fisher, Subsets
 from krylov_descent.distributed import SingleProcess
-from krylov_descent.objective import Objective
-from krylov_descent.parameters import ParameterVector
+from krylov_descent.objective.objective import Objective
+from krylov_descent.vectors.parameters import ParameterVector
 
 
 def _stepping(optimizer: Any, problem: Problem, model: nn.Module, seed: int, fraction: float | None) -> Method:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from experiments.baselines import HessianFree
 
-from krylov_descent.sealing import KEY
+from krylov_descent.safety.checksum import KEY
 from reliability import malice
 from reliability.forms import FILE, FORMS, NAME, STATES, Form, Options, Run
 from reliability.snapshot import Snapshot

@@ -1,6 +1,6 @@
 """The forms in which a run is kept, and runs under random options to keep in them.
 
-The file of ``krylov_descent.distributed.checkpoint``, which ``krylov-descent train`` writes, too; and
+The file of ``krylov_descent.checkpoint``, which ``krylov-descent train`` writes, too; and
 ``optimizer.state_dict()`` beside the model's, in files of ``torch.save``.
 """
 
@@ -17,8 +17,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from krylov_descent import KSD, Fisher, Rational, Search, Storage, Subsets
-from krylov_descent.distributed import checkpoint
+from krylov_descent import KSD, Fisher, Rational, Search, Storage, Subsets, checkpoint
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 NAME = "run.safetensors"

@@ -22,8 +22,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from krylov_descent.distributed.tensor_file import KEY, LIMIT, write
-from krylov_descent.sealing import checksum
+from krylov_descent.safety.checksum import checksum
+from krylov_descent.safety.tensor_file import KEY, LIMIT, write
 from reliability.forms import NAME
 
 

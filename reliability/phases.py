@@ -12,7 +12,7 @@ from unittest import mock
 import torch.distributed as dist
 
 from krylov_descent.distributed.process_group import GroupComm
-from krylov_descent.stepping import Clock
+from krylov_descent.krylov.step import Clock
 
 #: Of a step, in their order; "check" is what comes before the first of them.
 STEP = ("gradient", "basis", "search")

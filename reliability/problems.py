@@ -22,7 +22,7 @@ from torch import Tensor
 
 import krylov_descent
 from krylov_descent import KSD
-from krylov_descent.objective import relative_noise
+from krylov_descent.objective.objective import relative_noise
 from reliability.arguments import arguments_of, sets_of, wide
 from reliability.faults import Faulty
 from reliability.losses import data_of, evaluate

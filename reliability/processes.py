@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 # The first optimizer of a process imports torch._dynamo, which takes a second.
-_MODULES = ["reliability.training", "krylov_descent.distributed.checkpoint", "torch._dynamo", "numpy"]
+_MODULES = ["reliability.training", "krylov_descent.checkpoint", "torch._dynamo", "numpy"]
 
 
 @dataclass(frozen=True)

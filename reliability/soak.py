@@ -21,8 +21,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from krylov_descent import KSD, Subsets
-from krylov_descent.distributed import checkpoint
+from krylov_descent import KSD, Subsets, checkpoint
 from reliability.processes import running
 from reliability.training import data_of, dense
 

@@ -26,8 +26,7 @@ import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from krylov_descent import KSD, Subsets
-from krylov_descent.distributed import checkpoint
+from krylov_descent import KSD, Subsets, checkpoint
 from krylov_descent.distributed.launch import init_process_group
 from reliability.phases import Phases
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from krylov_descent.distributed import SingleProcess
-from krylov_descent.objective import Objective
-from krylov_descent.parameters import ParameterVector
+from krylov_descent.objective.objective import Objective
+from krylov_descent.vectors.parameters import ParameterVector
 
 F64 = torch.float64
 Closure = Callable[[], tuple[Tensor, Any]]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from krylov_descent.bfgs import bfgs
+from krylov_descent.krylov.bfgs import bfgs
 
 Closure = Callable[[Any], Any]
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from krylov_descent.basis import Subspace, krylov_basis, shortest_basis
 from krylov_descent.distributed import SingleProcess
-from krylov_descent.rows import Rows
-from krylov_descent.search import whiten
+from krylov_descent.krylov.basis import Subspace, krylov_basis, shortest_basis
+from krylov_descent.krylov.search import whiten
+from krylov_descent.vectors.storage import Rows
 from tests import reference
 
 

@@ -17,7 +17,7 @@ import scipy.optimize
 import torch
 from torch import Tensor
 
-from krylov_descent.bfgs import BFGSResult, bfgs
+from krylov_descent.krylov.bfgs import BFGSResult, bfgs
 from krylov_descent.report import StopReason
 
 TOLERANCE, NOISE = 1e-9, 1e-15  # one setting for every problem

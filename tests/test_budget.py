@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from krylov_descent import KSD, Search, StepReport, Storage, Subsets
-from krylov_descent.basis import krylov_basis
 from krylov_descent.distributed import SingleProcess
-from krylov_descent.rows import Rows
+from krylov_descent.krylov.basis import krylov_basis
+from krylov_descent.vectors.storage import Rows
 from tests.test_basis import setup
 
 
@@ -93,7 +93,7 @@ def test_graphs_that_do_not_fit_are_announced_and_rebuilt() -> None:
 @pytest.mark.parametrize(("dtype", "stored"), [(torch.float32, torch.bfloat16), (torch.float64, torch.float32)])
 def test_rows_in_another_dtype(dtype: torch.dtype, stored: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """All operations on V agree with those on the tensor it holds, in parts that do not divide P."""
-    monkeypatch.setattr("krylov_descent.rows._CHUNK", 70)
+    monkeypatch.setattr("krylov_descent.vectors.storage._CHUNK", 70)
     H, D, g, d_prev = setup(53, dtype=dtype)
     rows = Rows(9, g, stored)
     subspace = krylov_basis(lambda v: H @ v, lambda w: w / D, g, d_prev, 8, rows, SingleProcess())

@@ -16,10 +16,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from krylov_descent import KSD, CheckReport, Finding, Subsets, check
-from krylov_descent.checking.as_found import as_found
-from krylov_descent.checking.naming import Names
-from krylov_descent.checking.problem import Problem
-from krylov_descent.checking.timing import estimate
+from krylov_descent.checking.problem import Names, Problem
+from krylov_descent.checking.resources import estimate
+from krylov_descent.checking.restore import as_found
 from tests import problems
 from tests.test_consistency import cross_entropy, network
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from krylov_descent import KSD, CheckReport, Growing, Rational, Subsets, check
-from krylov_descent.rational import RationalBuilder
-from krylov_descent.sketch_memory import sketch_bytes
+from krylov_descent.flow.sketch import sketch_bytes
+from krylov_descent.flow.step import RationalBuilder
 from tests.least_squares import F64, mlp, pinn
 
 

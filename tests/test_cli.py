@@ -20,10 +20,9 @@ import torch
 from safetensors import safe_open
 
 import krylov_descent
-from krylov_descent import KSD
+from krylov_descent import KSD, checkpoint
 from krylov_descent.cli import main
 from krylov_descent.cli.target import load
-from krylov_descent.distributed import checkpoint
 
 PROBLEM = """
 import torch

@@ -14,11 +14,11 @@ from torch.utils.checkpoint import checkpoint
 
 from krylov_descent import KSD
 from krylov_descent.curvature import CURVATURES, CurvatureProduct
-from krylov_descent.data import Microbatch
 from krylov_descent.distributed import SingleProcess
-from krylov_descent.objective import Objective
-from krylov_descent.parameters import ParameterVector
-from krylov_descent.rows import Rows
+from krylov_descent.objective.objective import Objective
+from krylov_descent.samples.subsets import Microbatch
+from krylov_descent.vectors.parameters import ParameterVector
+from krylov_descent.vectors.storage import Rows
 from tests import problems, reference
 from tests.problems import Problem
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from krylov_descent.data import Draw, Microbatch, Subsets
+from krylov_descent.samples.subsets import Draw, Microbatch, Subsets
 
 # Forking a process with threads is what DataLoader does on Linux; newer versions of Python warn about it.
 workers = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")

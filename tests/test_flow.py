@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from krylov_descent.distributed import SingleProcess
-from krylov_descent.flow import Factored, acceleration, damped_steps, flow_direction
+from krylov_descent.flow.factored import Factored, acceleration, damped_steps, flow_direction
 from tests.least_squares import F64
 
 

@@ -15,9 +15,9 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from krylov_descent import DEEP, KSD, Growing, Kronecker, StepReport, Subsets
-from krylov_descent.closure import Evaluation
-from krylov_descent.confirmation import Confirmation
-from krylov_descent.random_root import random_roots
+from krylov_descent.curvature.output_roots import random_roots
+from krylov_descent.objective.closure import Evaluation
+from krylov_descent.samples.growing import Confirmation
 
 F64 = torch.float64
 

@@ -14,12 +14,13 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from krylov_descent import kronecker_factors, random_root
-from krylov_descent.data import Microbatch
+from krylov_descent.curvature import output_roots as random_root
 from krylov_descent.distributed import SingleProcess
-from krylov_descent.kronecker import Factors, Kronecker, KroneckerPreconditioner
-from krylov_descent.objective import Objective
-from krylov_descent.parameters import ParameterVector
+from krylov_descent.objective.objective import Objective
+from krylov_descent.preconditioners import statistics as kronecker_factors
+from krylov_descent.preconditioners.kronecker import Factors, Kronecker, KroneckerPreconditioner
+from krylov_descent.samples.subsets import Microbatch
+from krylov_descent.vectors.parameters import ParameterVector
 from tests.least_squares import F64, dense, pinn
 
 Loss = Callable[[Tensor, Tensor], Tensor]

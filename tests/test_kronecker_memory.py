@@ -14,8 +14,8 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from krylov_descent import DEEP, KSD, Growing, StepReport, Subsets, check
-from krylov_descent.kronecker_factors import LARGE
-from krylov_descent.kronecker_memory import kept_bytes, step_bytes
+from krylov_descent.preconditioners.kronecker import kept_bytes, step_bytes
+from krylov_descent.preconditioners.statistics import LARGE
 
 Closure = Callable[[Any], tuple[Tensor, Tensor]]
 

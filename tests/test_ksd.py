@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 import krylov_descent
 from krylov_descent import KSD, Fisher, Search, StopReason, Subsets
-from krylov_descent.data import Microbatch
 from krylov_descent.distributed import SingleProcess
-from krylov_descent.objective import Objective, relative_noise
-from krylov_descent.parameters import ParameterVector
+from krylov_descent.objective.objective import Objective, relative_noise
+from krylov_descent.samples.subsets import Microbatch
+from krylov_descent.vectors.parameters import ParameterVector
 from tests import problems, reference
 
 F64 = torch.float64

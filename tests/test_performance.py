@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from krylov_descent import KSD, Fisher, Subsets
 from krylov_descent.curvature import CURVATURES, CurvatureProduct
-from krylov_descent.sketch import Sketcher
+from krylov_descent.flow.sketch import Sketcher
 
 SMALL = (784, 200, 100, 20, 100, 200, 784)
 

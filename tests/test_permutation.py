@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from krylov_descent.permutation import permute
+from krylov_descent.samples.permutation import permute
 
 KEYS = st.lists(st.integers(min_value=-(2**80), max_value=2**80), max_size=3)
 

@@ -14,7 +14,7 @@ from experiments.pinn.unseen import UNSEEN
 from torch import Tensor, nn
 
 from krylov_descent import KSD
-from krylov_descent.jacobian import OwnWeights, Place, write_rows, write_rows_one_by_one
+from krylov_descent.flow.jacobian import OwnWeights, Place, write_rows, write_rows_one_by_one
 
 ALL = {**EQUATIONS, **UNSEEN}
 CLOSED_FORM = [name for name in ALL if name != "allen-cahn"]

@@ -12,12 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from krylov_descent import KSD, Subsets
-from krylov_descent.data import Microbatch
 from krylov_descent.distributed import SingleProcess
-from krylov_descent.fisher_diagonal import FisherDiagonal
-from krylov_descent.objective import Objective
-from krylov_descent.parameters import ParameterVector
-from krylov_descent.precondition import Fisher
+from krylov_descent.objective.objective import Objective
+from krylov_descent.preconditioners.fisher import Fisher, FisherDiagonal
+from krylov_descent.samples.subsets import Microbatch
+from krylov_descent.vectors.parameters import ParameterVector
 from tests import problems, reference
 from tests.problems import Problem
 from tests.test_curvature import batches_of, objective_of, relative

@@ -13,18 +13,16 @@ import torch
 from torch import Tensor, nn
 
 from krylov_descent import DEEP, KSD, Rational, Subsets
-from krylov_descent.basis import Family, Starts, Turn
-from krylov_descent.carry import Carry
 from krylov_descent.curvature import CURVATURES
 from krylov_descent.distributed import SingleProcess
-from krylov_descent.krylov import KrylovBuilder
-from krylov_descent.memory import Memory
-from krylov_descent.rational import RationalBuilder, _longest
+from krylov_descent.flow.sketch import Sketcher, finite_rows, sketch_bytes
+from krylov_descent.flow.step import RationalBuilder, _longest
+from krylov_descent.krylov.basis import Turn
+from krylov_descent.krylov.builder import KrylovBuilder
+from krylov_descent.krylov.candidates import Carry, Family, Starts, best_start, climb
+from krylov_descent.krylov.memory import Memory
 from krylov_descent.report import StopReason
-from krylov_descent.sample_set import Microbatch
-from krylov_descent.sketch import Sketcher, finite_rows
-from krylov_descent.sketch_memory import sketch_bytes
-from krylov_descent.starting import best_start, climb
+from krylov_descent.samples.subsets import Microbatch
 from krylov_descent.state import memory_of, memory_parts
 from tests.least_squares import F64, Closure, dense, mlp, objective_of, pinn
 
@@ -75,7 +73,7 @@ def test_a_run_is_patient_with_steps_that_gather(monitored: bool) -> None:
 def test_a_sketch_beyond_the_memory_at_hand_is_refused_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     model, closure = pinn()
     before = [p.detach().clone() for p in model.parameters()]
-    monkeypatch.setattr("krylov_descent.sketch_memory.at_hand", lambda device: 1000)
+    monkeypatch.setattr("krylov_descent.flow.factored.sketch.at_hand", lambda device: 1000)
     with pytest.raises(ValueError, match=r"more than what may be taken of the 1,000 at hand\. Use basis='krylov'"):
         KSD(model.parameters(), basis="rational").step(closure)
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))

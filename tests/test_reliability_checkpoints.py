@@ -16,9 +16,8 @@ from reliability.forms import FILE, NAME, Options, Run
 from reliability.malice import WAYS, Bomb
 from reliability.snapshot import Snapshot
 
-from krylov_descent import KSD
-from krylov_descent.distributed import checkpoint
-from krylov_descent.sealing import KEY, checksum
+from krylov_descent import KSD, checkpoint
+from krylov_descent.safety.checksum import KEY, checksum
 
 OPTIONS = [Options.drawn(random.Random(seed)) for seed in (1, 2, 3)]
 

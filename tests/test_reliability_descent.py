@@ -17,7 +17,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from krylov_descent import KSD, Rational, Subsets
-from krylov_descent.objective import relative_noise
+from krylov_descent.objective.objective import relative_noise
 
 #: More of them by the environment.
 SEEDS = range(int(os.environ.get("KRYLOV_DESCENT_TEST_SEEDS", "6")))

@@ -10,7 +10,7 @@ from reliability import kills
 from reliability.kills import Case
 from reliability.training import Plan, built, loaded, train
 
-from krylov_descent.distributed import checkpoint
+from krylov_descent import checkpoint
 
 
 @pytest.mark.parametrize(

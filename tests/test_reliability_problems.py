@@ -19,7 +19,7 @@ from reliability.snapshot import Snapshot, same
 from torch import Tensor, nn
 
 from krylov_descent import KSD, Search, StopReason, Subsets
-from krylov_descent.search import whiten
+from krylov_descent.krylov.search import whiten
 
 PROBLEMS = st.builds(Problem, **{name: st.sampled_from(values) for name, values in CHOICES.items()})
 PLAIN = Problem(**{name: values[0] for name, values in CHOICES.items()})

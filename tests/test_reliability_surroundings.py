@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from krylov_descent import KSD, Rational, Subsets
-from krylov_descent.precision import reduced, warn_if_reduced
+from krylov_descent.objective.precision import reduced, warn_if_reduced
 
 BASES: dict[str, Any] = {"krylov": "krylov", "rational": Rational(rows=60)}
 

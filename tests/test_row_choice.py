@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from krylov_descent.row_choice import chances, systematic
-from krylov_descent.sample_set import Microbatch
-from krylov_descent.sketch import Sketcher
+from krylov_descent.flow.rows import chances, systematic
+from krylov_descent.flow.sketch import Sketcher
+from krylov_descent.samples.subsets import Microbatch
 from tests.least_squares import F64, mlp, objective_of
 
 

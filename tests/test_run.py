@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
 from krylov_descent import KSD, EndReason, Progress, Subsets
-from krylov_descent.bar import step_bar
+from krylov_descent.progress import step_bar
 
 Closure = Callable[[], tuple[Tensor, Tensor]]
 

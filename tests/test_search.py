@@ -11,18 +11,17 @@ import torch
 from torch import Tensor, nn
 
 from krylov_descent import KSD, Search, StopReason
-from krylov_descent.basis import Family, Starts, Subspace, Turn
-from krylov_descent.carry import Carry
-from krylov_descent.closure import Evaluation
-from krylov_descent.data import Microbatch
 from krylov_descent.distributed import Comm, SingleProcess
-from krylov_descent.ksd import Settings, ksd_step
-from krylov_descent.memory import Memory
-from krylov_descent.objective import Objective
-from krylov_descent.parameters import ParameterVector
-from krylov_descent.rows import Rows
-from krylov_descent.search import search_subspace
-from krylov_descent.sets import FullBatch
+from krylov_descent.krylov.basis import Subspace, Turn
+from krylov_descent.krylov.candidates import Carry, Family, Starts
+from krylov_descent.krylov.memory import Memory
+from krylov_descent.krylov.search import search_subspace
+from krylov_descent.krylov.step import Settings, ksd_step
+from krylov_descent.objective.closure import Evaluation
+from krylov_descent.objective.objective import Objective
+from krylov_descent.samples.subsets import FullBatch, Microbatch
+from krylov_descent.vectors.parameters import ParameterVector
+from krylov_descent.vectors.storage import Rows
 
 F64 = torch.float64
 

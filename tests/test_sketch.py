@@ -12,14 +12,15 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from krylov_descent import KSD, Rational, Subsets, row_writing
+from krylov_descent import KSD, Rational, Subsets
+from krylov_descent.curvature.output_roots import output_roots
 from krylov_descent.distributed import SingleProcess
-from krylov_descent.jacobian import OwnWeights
-from krylov_descent.objective import Objective
-from krylov_descent.output_hessian import output_roots
-from krylov_descent.parameters import ParameterVector
-from krylov_descent.sample_set import Microbatch
-from krylov_descent.sketch import Sketcher
+from krylov_descent.flow import jacobian as row_writing
+from krylov_descent.flow.jacobian import OwnWeights
+from krylov_descent.flow.sketch import Sketcher
+from krylov_descent.objective.objective import Objective
+from krylov_descent.samples.subsets import Microbatch
+from krylov_descent.vectors.parameters import ParameterVector
 from tests.least_squares import F64, Closure, dense, mlp, objective_of, pinn
 
 

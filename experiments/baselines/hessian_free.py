@@ -30,18 +30,17 @@ from torch.optim.optimizer import ParamsT
 
 from experiments.baselines.backtracking import Nearby, armijo, backtrack, new_damping
 from experiments.baselines.conjugate_gradient import CGResult, Iterate, conjugate_gradient
-from krylov_descent.atomic import AsBefore
 from krylov_descent.base import ClosureOptimizer, whole
-from krylov_descent.closure import no_inference_mode
-from krylov_descent.consistency import check_consistency
 from krylov_descent.curvature import CURVATURES, CurvatureProduct
-from krylov_descent.data import Subsets
-from krylov_descent.objective import BatchLosses, Objective
-from krylov_descent.precondition import Fisher, FisherPreconditioner
+from krylov_descent.krylov.step import Clock, pass_with_statistics, require_finite
+from krylov_descent.objective.closure import no_inference_mode
+from krylov_descent.objective.consistency import check_consistency
+from krylov_descent.objective.objective import BatchLosses, Objective
+from krylov_descent.preconditioners.fisher import Fisher, FisherPreconditioner
 from krylov_descent.report import StepReport, StopReason
-from krylov_descent.sets import FullBatch, StepSets
+from krylov_descent.safety.atomic import AsBefore
+from krylov_descent.samples.subsets import FullBatch, StepSets, Subsets
 from krylov_descent.state import read_vector, write_vectors
-from krylov_descent.stepping import Clock, pass_with_statistics, require_finite
 
 _QUARTER = 4  # a curvature set of A/4 if the sets leave it open: 5,000 of the 20,000 of CURVES
 _POWER = 0.75  # of the preconditioner

@@ -15,17 +15,16 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from experiments.baselines.line_search import Trial, strong_wolfe
-from krylov_descent.atomic import AsBefore
 from krylov_descent.base import ClosureOptimizer
-from krylov_descent.closure import no_inference_mode
-from krylov_descent.consistency import check_consistency
-from krylov_descent.data import Subsets
-from krylov_descent.objective import Objective, relative_noise
-from krylov_descent.parameters import ParameterVector
+from krylov_descent.krylov.step import Clock, require_finite
+from krylov_descent.objective.closure import no_inference_mode
+from krylov_descent.objective.consistency import check_consistency
+from krylov_descent.objective.objective import Objective, relative_noise
 from krylov_descent.report import StepReport, StopReason
-from krylov_descent.sets import FullBatch, StepSets
+from krylov_descent.safety.atomic import AsBefore
+from krylov_descent.samples.subsets import FullBatch, StepSets, Subsets
 from krylov_descent.state import read_vector, write_vectors
-from krylov_descent.stepping import Clock, require_finite
+from krylov_descent.vectors.parameters import ParameterVector
 
 _GROWTH = 10.0  # of the first trial over the last step
 

@@ -10,18 +10,18 @@ from typing import Any
 
 #: Part → the constants that have it, and the value that takes it away. They are no settings: users need none of them.
 PARTS: Mapping[str, tuple[str, str, float]] = {
-    "bend": ("krylov_descent.flow", "_BEND", 0.0),  # no acceleration is believed
-    "gathering": ("krylov_descent.rational", "_WAIT", 1),  # damped steps at once
-    "growth": ("krylov_descent.rational", "_OFTEN", 1.0),  # sketches keep their rows
-    "large-rows": ("krylov_descent.row_choice", "_LARGE", math.inf),  # all rows are drawn alike
-    "small-damping": ("krylov_descent.rational", "_LEAST", 1e-14),  # what a Gram matrix could resolve
-    "short-pieces": ("krylov_descent.rational", "_LONGEST _LONGEST_EVER", 1.0),
-    "longer-pieces": ("krylov_descent.rational", "_LONGEST_EVER", 0.125),  # an eighth, whatever the loss does
+    "bend": ("krylov_descent.flow.factored", "_BEND", 0.0),  # no acceleration is believed
+    "gathering": ("krylov_descent.flow.step", "_WAIT", 1),  # damped steps at once
+    "growth": ("krylov_descent.flow.step", "_OFTEN", 1.0),  # sketches keep their rows
+    "large-rows": ("krylov_descent.flow.rows", "_LARGE", math.inf),  # all rows are drawn alike
+    "small-damping": ("krylov_descent.flow.step", "_LEAST", 1e-14),  # what a Gram matrix could resolve
+    "short-pieces": ("krylov_descent.flow.step", "_LONGEST _LONGEST_EVER", 1.0),
+    "longer-pieces": ("krylov_descent.flow.step", "_LONGEST_EVER", 0.125),  # an eighth, whatever the loss does
 }
 
 #: Other values of such constants, in the same form.
 VALUES: Mapping[str, tuple[str, str, float]] = {
-    f"pieces-to-{longest}": ("krylov_descent.rational", "_LONGEST _LONGEST_EVER", longest) for longest in (0.25, 0.5)
+    f"pieces-to-{longest}": ("krylov_descent.flow.step", "_LONGEST _LONGEST_EVER", longest) for longest in (0.25, 0.5)
 }
 
 #: Label → what of a run is not as usual, fields of ``RunConfig``; the last two labels are those that ``run`` gives.

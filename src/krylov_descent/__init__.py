@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from krylov_descent.budget import Storage
-from krylov_descent.data import Subsets
-from krylov_descent.growing import Growing
-from krylov_descent.kronecker import Kronecker
+from krylov_descent.flow.step import Rational
+from krylov_descent.krylov.search import Search
 from krylov_descent.optimizer import DEEP, KSD, PAPER
-from krylov_descent.precondition import Fisher
+from krylov_descent.preconditioners.fisher import Fisher
+from krylov_descent.preconditioners.kronecker import Kronecker
 from krylov_descent.progress import Progress
-from krylov_descent.rational import Rational
 from krylov_descent.report import Settlement, StepReport, StopReason
 from krylov_descent.run import Best, EndReason, Run
-from krylov_descent.search import Search
+from krylov_descent.safety.budget import Storage
+from krylov_descent.samples.growing import Growing
+from krylov_descent.samples.subsets import Subsets
 
 if TYPE_CHECKING:
     from krylov_descent.checking import CheckReport, Finding, check

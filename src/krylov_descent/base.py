@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from krylov_descent.data import Subsets
 from krylov_descent.distributed import Comm, SingleProcess
 from krylov_descent.distributed.sharded import is_sharded
-from krylov_descent.objective import Objective
-from krylov_descent.parameters import ParameterVector, check_uniform
+from krylov_descent.objective.objective import Objective
 from krylov_descent.progress import Tell, nobody
 from krylov_descent.report import StepReport
 from krylov_descent.run import Run
-from krylov_descent.sealing import require_sound, sealed
+from krylov_descent.safety.checksum import require_sound, sealed
+from krylov_descent.samples.subsets import Subsets
+from krylov_descent.vectors.parameters import ParameterVector, check_uniform
 
 
 class ClosureOptimizer(Optimizer):

@@ -1,39 +1,134 @@
-"""``KSD``: the front. Arguments, checks and state; no maths."""
+"""``KSD``: its arguments, their checks, and what a step works with; no maths."""
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from krylov_descent.atomic import AsBefore, standing
-from krylov_descent.base import ClosureOptimizer
-from krylov_descent.budget import Storage
-from krylov_descent.closure import no_inference_mode
-from krylov_descent.consistency import check_consistency, steady
-from krylov_descent.data import Draw, Subsets
+from krylov_descent.base import ClosureOptimizer, whole
+from krylov_descent.curvature import CURVATURES
 from krylov_descent.distributed import Comm, ProcessGroup, Ranks, SingleProcess, together
 from krylov_descent.distributed.mesh import MeshComm
 from krylov_descent.distributed.sharded import lean_graphs
-from krylov_descent.distributed.state import gathered, require_same
-from krylov_descent.drawing import drawing
-from krylov_descent.ksd import ksd_step
-from krylov_descent.memory import Memory
-from krylov_descent.objective import Objective
-from krylov_descent.options import Options, Preconditioning
-from krylov_descent.parameters import ParameterVector
-from krylov_descent.precision import warn_if_reduced
-from krylov_descent.precondition import Fisher
-from krylov_descent.rational import Rational
+from krylov_descent.flow.step import Rational, RationalBuilder
+from krylov_descent.krylov.acceptance import settle
+from krylov_descent.krylov.builder import KrylovBuilder
+from krylov_descent.krylov.memory import Memory
+from krylov_descent.krylov.search import Search
+from krylov_descent.krylov.step import Settings, drawing, ksd_step
+from krylov_descent.objective.closure import no_inference_mode
+from krylov_descent.objective.consistency import check_consistency, steady
+from krylov_descent.objective.objective import Objective
+from krylov_descent.objective.precision import warn_if_reduced
+from krylov_descent.preconditioners import Preconditioner, RememberingPreconditioner
+from krylov_descent.preconditioners.fisher import Fisher
+from krylov_descent.preconditioners.kronecker import Kronecker, step_bytes
 from krylov_descent.report import Settlement, StepReport
-from krylov_descent.search import Search
-from krylov_descent.sets import StepSets
+from krylov_descent.safety.atomic import AsBefore, standing
+from krylov_descent.safety.budget import Storage
+from krylov_descent.samples.subsets import Draw, StepSets, Subsets
 from krylov_descent.state import WholeState, memory_of_whole, memory_parts, read_memory, require_whole, write_memory
-from krylov_descent.undoing import settle
+from krylov_descent.vectors.parameters import ParameterVector
+from krylov_descent.vectors.ranks import gathered, require_same
+
+Builder = KrylovBuilder | RationalBuilder
+Preconditioners = Fisher | Kronecker | Preconditioner | RememberingPreconditioner
+Preconditioning = Literal["fisher", "kronecker"] | Preconditioners | None
+"""What may be given for D."""
+
+_NAMED: dict[str, Fisher | Kronecker] = {"fisher": Fisher(), "kronecker": Kronecker()}
+
+
+@dataclass(frozen=True)
+class Options:
+    """What ``KSD`` was given, as its arguments are named there."""
+
+    krylov_dim: int
+    basis: Literal["krylov", "rational"] | Rational
+    curvature: Literal["ggn", "hessian", "fisher"]
+    preconditioner: Preconditioning
+    previous: Literal["step", "e1"] | None
+    search: Search
+    rollback: bool
+    memory_budget: int | None
+    storage: Storage
+    seed: int
+
+    def __post_init__(self) -> None:
+        krylov_dim = whole("krylov_dim", self.krylov_dim)
+        if krylov_dim < 1:
+            raise ValueError(f"krylov_dim={krylov_dim!r}: must be a whole number ≥ 1; the paper's is 20.")
+        if self.curvature not in CURVATURES:
+            raise ValueError(f"curvature={self.curvature!r}: must be one of {sorted(CURVATURES)}.")
+        if self.basis not in ("krylov", "rational") and not isinstance(self.basis, Rational):
+            raise ValueError(f"basis={self.basis!r}: must be 'krylov', 'rational' or krylov_descent.Rational(...).")
+        if self.basis != "krylov" and self.curvature != "ggn":
+            raise ValueError(
+                f"basis='rational' is made of rows of the Gauss–Newton matrix, not of curvature={self.curvature!r}. "
+                "Use curvature='ggn', or basis='krylov'."
+            )
+        given = self.preconditioner
+        if self.basis != "krylov" and (isinstance(given, Kronecker) or given == "kronecker"):
+            raise ValueError(
+                "basis='rational' has no use for preconditioner='kronecker' (as in DEEP): its steps have the curvature "
+                "itself. Leave one of the two out."
+            )
+        custom = not isinstance(given, type) and (hasattr(given, "start") or hasattr(given, "refresh"))
+        ours = given is None or given in tuple(_NAMED) or isinstance(given, (Fisher, Kronecker))
+        if not ours and not custom:
+            raise ValueError(
+                f"preconditioner={given!r}: must be 'fisher', 'kronecker', Fisher(...), Kronecker(...) or None."
+            )
+        if self.previous not in ("step", "e1", None):
+            raise ValueError(f"previous={self.previous!r}: must be 'step', 'e1' or None.")
+        if not isinstance(self.search, Search):
+            raise ValueError(f"search={self.search!r}: must be a krylov_descent.Search(...).")
+        budget = self.memory_budget
+        if budget is not None and whole("memory_budget", budget) < 0:
+            raise ValueError(f"memory_budget={budget}: must be a number of bytes ≥ 0, or None for no limit.")
+        if not isinstance(self.storage, Storage):
+            raise ValueError(f"storage={self.storage!r}: must be a krylov_descent.Storage(...).")
+        object.__setattr__(self, "krylov_dim", krylov_dim)
+        object.__setattr__(self, "seed", whole("seed", self.seed))
+
+    def wired(self, dtype: Any) -> Options:
+        """With rows of V in the dtype in which they travel: all ranks must mean the same row."""
+        if dtype is None or self.storage.dtype is not None:
+            return self
+        return replace(self, storage=replace(self.storage, dtype=dtype))
+
+    def builder(self) -> Builder:
+        """What builds the subspace of a step."""
+        if self.basis == "krylov":
+            factors = step_bytes if isinstance(self._given(), Kronecker) else None
+            return KrylovBuilder(CURVATURES[self.curvature], self.krylov_dim, self.memory_budget, self.storage, factors)
+        return RationalBuilder(Rational() if self.basis == "rational" else self.basis, self.memory_budget)
+
+    def settings(self, builder: Builder) -> Settings:
+        """What stays the same from step to step."""
+        given = self._given()
+        if self.basis != "krylov":
+            given = None  # a damped step needs none: it has the curvature itself
+        prepared = given.prepare() if isinstance(given, (Fisher, Kronecker)) else given
+        earlier = builder.earlier if isinstance(builder, KrylovBuilder) and self.previous is not None else 0
+        return Settings(builder, prepared, self.search, self.previous, self.rollback, earlier)
+
+    def _given(self) -> Preconditioners | None:
+        return _NAMED[self.preconditioner] if isinstance(self.preconditioner, str) else self.preconditioner
+
+    def shared(self) -> str:
+        """What ranks must have in common to take the same path, beside what has a name in their error."""
+        given = self._given()
+        name = given if isinstance(given, (Fisher, Kronecker)) else type(given).__name__
+        told = (self.basis, self.curvature, name, self.previous, self.search, self.rollback)
+        return repr((*told, self.memory_budget, self.storage))
+
 
 #: The settings of Vinyals & Povey 2011: K = 20, Gauss–Newton, D from the Fisher matrix and ε = 1e-4 (section 4),
 #: 30 BFGS iterations (section 5.2), d_prev = e₁ at first (Algorithm 3, line 1), every step kept.

@@ -12,10 +12,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from krylov_descent.bar import step_bar
 from krylov_descent.distributed import Comm
-from krylov_descent.objective import relative_noise
-from krylov_descent.progress import Tell
+from krylov_descent.objective.objective import relative_noise
+from krylov_descent.progress import Tell, step_bar
 from krylov_descent.report import Settlement, StepReport, StopReason
 
 

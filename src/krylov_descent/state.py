@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from krylov_descent.basis import EARLIER
-from krylov_descent.carry import Carry
-from krylov_descent.confirmation import Confirmation, Promise
 from krylov_descent.distributed import Comm
 from krylov_descent.distributed.sharded import is_sharded
-from krylov_descent.distributed.state import require_plain
-from krylov_descent.memory import Memory
-from krylov_descent.parameters import ParameterVector
+from krylov_descent.krylov.basis import EARLIER
+from krylov_descent.krylov.candidates import Carry
+from krylov_descent.krylov.memory import Memory
+from krylov_descent.samples.growing import Confirmation, Promise
+from krylov_descent.vectors.parameters import ParameterVector
+from krylov_descent.vectors.ranks import require_plain
 
 State = MutableMapping[Tensor, Any]
 #: Vectors [P], numbers, and factors of a preconditioner, by name.
@@ -57,13 +57,13 @@ def read_memory(state: State, first: Tensor, parameters: ParameterVector, seed: 
     elif found == own:
         raise ValueError(
             "The optimizer's state is that of a run in one process, and this KSD has a process_group. Make it without "
-            "process_group=..., as in that run, or save there by krylov_descent.distributed.checkpoint and load that."
+            "process_group=..., as in that run, or save there by krylov_descent.checkpoint and load that."
         )
     else:
         raise ValueError(
             f"The optimizer's state is that of rank {found[0]} of {found[1]} with {found[2]:,} parameters, and this is "
             f"rank {own[0]} of {own[1]} with {own[2]:,}. A state_dict holds one rank's part: to go on with other ranks "
-            "or parameters, save and load by krylov_descent.distributed.checkpoint."
+            "or parameters, save and load by krylov_descent.checkpoint."
         )
     memory = memory_of(vectors, {key: numbers[key] for key in _ALL if key in numbers})
     factors = numbers.get(_FACTORS)

@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from krylov_descent import KSD
-from krylov_descent.distributed import RankError, checkpoint
+from krylov_descent import KSD, checkpoint
+from krylov_descent.distributed import RankError
 from krylov_descent.distributed.launch import init_process_group
 
 R = 4

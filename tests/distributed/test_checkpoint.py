@@ -16,9 +16,9 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from krylov_descent import KSD
-from krylov_descent.distributed import checkpoint, tensor_file
+from krylov_descent import KSD, checkpoint
 from krylov_descent.distributed.launch import init_process_group
+from krylov_descent.safety import tensor_file
 from tests.distributed.checkpoint_worker import EXTRA, R, build, pretend, require, saved
 
 ROOT = Path(__file__).parents[2]
@@ -224,6 +224,6 @@ def test_other_readers_of_safetensors_open_it_and_shared_weights_stay_shared(tmp
 
 
 def test_without_safetensors_it_says_what_to_install() -> None:
-    code = "import sys; sys.modules['safetensors'] = None; import krylov_descent.distributed.checkpoint"
+    code = "import sys; sys.modules['safetensors'] = None; import krylov_descent.checkpoint"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert "ImportError: Checkpoints need safetensors: pip install 'krylov-descent[checkpoint]'." in done.stderr

@@ -8,8 +8,7 @@ from pathlib import Path
 import torch
 from reliability.training import Death, Plan
 
-from krylov_descent import KSD
-from krylov_descent.distributed import checkpoint
+from krylov_descent import KSD, checkpoint
 from tests.distributed import kill_loop
 from tests.distributed.runs import model_of
 

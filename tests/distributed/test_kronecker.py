@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from krylov_descent.data import Microbatch
 from krylov_descent.distributed import Ranks
 from krylov_descent.distributed.mesh import MeshComm
-from krylov_descent.kronecker import Factors, Kronecker
-from krylov_descent.objective import Objective
-from krylov_descent.parameters import ParameterVector
+from krylov_descent.objective.objective import Objective
+from krylov_descent.preconditioners.kronecker import Factors, Kronecker
+from krylov_descent.samples.subsets import Microbatch
+from krylov_descent.vectors.parameters import ParameterVector
 from tests.distributed.pool import Pool, RanksFailedError
 
 F64 = torch.float64

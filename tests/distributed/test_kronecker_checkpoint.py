@@ -13,8 +13,7 @@ import torch.nn.functional as F  # noqa: N812
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from krylov_descent import DEEP, KSD, Growing
-from krylov_descent.distributed import checkpoint
+from krylov_descent import DEEP, KSD, Growing, checkpoint
 from tests.distributed.pool import Pool
 from tests.distributed.test_kronecker import Network
 

@@ -20,8 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from krylov_descent import DEEP, KSD, Search, Subsets
-from krylov_descent.distributed import checkpoint
+from krylov_descent import DEEP, KSD, Search, Subsets, checkpoint
 from krylov_descent.distributed.gathered import all_rows, own_rows, shard_at_rest
 from tests.distributed.pool import Pool, RanksFailedError
 

@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from krylov_descent import DEEP, PAPER, Rational
-from krylov_descent.distributed import checkpoint
+from krylov_descent import DEEP, PAPER, Rational, checkpoint
 from tests.distributed.pool import Pool, RanksFailedError
 from tests.distributed.runs import flat, scattered, train, training, wrapped
 
@@ -153,7 +152,7 @@ def state_elsewhere(group: Any, into_ranks: bool) -> str:
 def test_a_state_in_parts_is_not_taken_for_a_whole_one(pool: Pool, into_ranks: bool) -> None:
     """Or its vectors would be left behind."""
     for said in pool.run(2, state_elsewhere, into_ranks):
-        assert "krylov_descent.distributed.checkpoint" in said
+        assert "krylov_descent.checkpoint" in said
         assert ("in one process" if into_ranks else "of 2 with") in said
 
 

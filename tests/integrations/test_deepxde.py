@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 import torch
 
-from krylov_descent import KSD, StepReport, sketch_memory
-from krylov_descent.rational import RationalBuilder
+from krylov_descent import KSD, StepReport
+from krylov_descent.flow import sketch as sketch_memory
+from krylov_descent.flow.step import RationalBuilder
 
 os.environ.setdefault("DDE_BACKEND", "pytorch")
 dde = pytest.importorskip("deepxde")

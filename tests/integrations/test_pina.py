@@ -33,9 +33,10 @@ from pina.problem import InverseProblem, SpatialProblem
 from pina.solver import GradientPhysicsInformedSingleModelSolver, RBAPhysicsInformedSingleModelSolver
 from pina.weighting import ScalarWeighting, SelfAdaptiveWeighting
 
-from krylov_descent import KSD, StepReport, sketch_memory
+from krylov_descent import KSD, StepReport
+from krylov_descent.flow import sketch as sketch_memory
+from krylov_descent.flow.step import RationalBuilder
 from krylov_descent.integrations.pina import KSDPINN, KSDSolver, KSDSupervisedSolver
-from krylov_descent.rational import RationalBuilder
 
 pytestmark = [
     # Lightning 2.6 with torch 2.13.

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from krylov_descent.distributed import SingleProcess
-from krylov_descent.objective import Objective
-from krylov_descent.parameters import ParameterVector
-from krylov_descent.sample_set import Microbatch
-from krylov_descent.sketch import Sketcher
+from krylov_descent.flow.sketch import Sketcher
+from krylov_descent.objective.objective import Objective
+from krylov_descent.samples.subsets import Microbatch
+from krylov_descent.vectors.parameters import ParameterVector
 
 ALL = 10**9
 """As a number of rows: all there are."""

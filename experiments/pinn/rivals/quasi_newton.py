@@ -24,8 +24,8 @@ from torch import Tensor
 
 from experiments.pinn.rivals.first_order import adam
 from experiments.pinn.rivals.least_squares import LeastSquares, Trainable, in_turn
-from krylov_descent.objective import relative_noise
-from krylov_descent.wolfe import Phi, Point, line_search
+from krylov_descent.krylov.bfgs import Phi, Point, line_search
+from krylov_descent.objective.objective import relative_noise
 
 _TINY = 1e-300
 _PATIENCE = 10  # iterations without a decrease above the rounding of f

@@ -9,14 +9,15 @@ import torch
 from torch import nn
 
 from krylov_descent.base import whole
-from krylov_descent.checking import call, choice, memory, parameters, rules, samples, timing, twice
-from krylov_descent.checking.advice import line
-from krylov_descent.checking.as_found import Buffers, as_found
+from krylov_descent.checking.advice import choice, line
+from krylov_descent.checking.closure import call, carried, consistency, load, outputs, precision, trained, unready
 from krylov_descent.checking.finding import CheckReport, Finding, split_remedy
-from krylov_descent.checking.naming import Names, first_line
-from krylov_descent.checking.problem import Curvature, Problem
-from krylov_descent.closure import no_inference_mode
+from krylov_descent.checking.problem import Curvature, Names, Problem, first_line
+from krylov_descent.checking.resources import fisher, memory, timing
+from krylov_descent.checking.restore import Buffers, as_found
+from krylov_descent.checking.second_derivatives import named, twice
 from krylov_descent.curvature import CURVATURES
+from krylov_descent.objective.closure import no_inference_mode
 
 
 def check(
@@ -71,7 +72,7 @@ def check(
     if not isinstance(model, nn.Module):
         model = list(model)
     names = Names(model)
-    findings = list(parameters.unready(names))
+    findings = list(unready(names))
     if findings:
         return CheckReport(tuple(findings), line(names, krylov_dim, curvature, None))
     with as_found(names.model, names.parameters) as buffers, torch.enable_grad():
@@ -102,25 +103,25 @@ def _problem(
 
 def _findings(problem: Problem, available_memory: int | None) -> Iterator[Finding]:
     """All checks, in order; those that a failure makes meaningless are left out."""
-    if (yield from _without_raising("data", call.load(problem))):
+    if (yield from _without_raising("data", load(problem))):
         return
-    if (yield from _without_raising("closure", call.call(problem))):
+    if (yield from _without_raising("closure", call(problem))):
         return
-    unusable = yield from _without_raising("outputs", call.outputs(problem))
-    if (yield from _without_raising("parameters", parameters.trained(problem))):
-        yield from _without_raising("twice", twice.named(problem))
+    unusable = yield from _without_raising("outputs", outputs(problem))
+    if (yield from _without_raising("parameters", trained(problem))):
+        yield from _without_raising("twice", named(problem))
         return
-    yield from _without_raising("precision", parameters.precision(problem))
-    yield from _without_raising("consistency", samples.consistency(problem))
+    yield from _without_raising("precision", precision(problem))
+    yield from _without_raising("consistency", consistency(problem))
     if unusable or problem.wrapped:
         problem.working = None
         return
-    yield from _without_raising("outputs", samples.carried(problem))
-    yield from _without_raising("twice", twice.twice(problem))
-    yield from _without_raising("fisher", rules.fisher(problem))
-    yield from _without_raising("memory", memory.memory(problem, available_memory))
-    yield from _without_raising("time", timing.timing(problem))
-    yield from _without_raising("basis", choice.choice(problem))
+    yield from _without_raising("outputs", carried(problem))
+    yield from _without_raising("twice", twice(problem))
+    yield from _without_raising("fisher", fisher(problem))
+    yield from _without_raising("memory", memory(problem, available_memory))
+    yield from _without_raising("time", timing(problem))
+    yield from _without_raising("basis", choice(problem))
 
 
 def _without_raising(name: str, findings: Iterator[Finding]) -> Generator[Finding, None, bool]:

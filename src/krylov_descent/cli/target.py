@@ -85,7 +85,7 @@ def _function(module_name: str, function_name: str) -> Callable[[], Any]:
 
 
 def _failed(what: str, error: Exception) -> UsageError:
-    from krylov_descent.checking.naming import first_line, raised_at
+    from krylov_descent.checking.problem import first_line, raised_at
 
     where = raised_at(error)
     return UsageError(

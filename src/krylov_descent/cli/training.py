@@ -11,15 +11,15 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from krylov_descent import checkpoint
 from krylov_descent.checking.finding import counted
-from krylov_descent.checking.naming import first_line, raised_at
+from krylov_descent.checking.problem import first_line, raised_at
 from krylov_descent.cli.options import Train
 from krylov_descent.cli.screen import complain, say
 from krylov_descent.cli.target import UsageError, load
-from krylov_descent.distributed import checkpoint
-from krylov_descent.distributed.tensor_file import replacing
 from krylov_descent.optimizer import KSD
 from krylov_descent.run import EndReason, Run
+from krylov_descent.safety.tensor_file import replacing
 from krylov_descent.writers import JSONLWriter
 
 _KEPT = ("krylov_dim", "basis", "curvature", "weight_decay")  # what makes a run that goes on the same run

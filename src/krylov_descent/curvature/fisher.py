@@ -12,10 +12,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from krylov_descent.closure import Evaluation, require_outputs, require_rows, row_dots, row_scaled
 from krylov_descent.curvature.gauss_newton import require_influence
 from krylov_descent.curvature.graph import MicrobatchGraph
 from krylov_descent.curvature.linearise import Linearisation
+from krylov_descent.objective.closure import Evaluation, require_outputs, require_rows, row_dots, row_scaled
 
 
 class FisherGraph(MicrobatchGraph):

@@ -13,9 +13,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from krylov_descent.closure import Evaluation, require_outputs
 from krylov_descent.curvature.graph import MicrobatchGraph
 from krylov_descent.curvature.linearise import Linearisation
+from krylov_descent.objective.closure import Evaluation, require_outputs
 
 
 class GaussNewtonGraph(MicrobatchGraph):

@@ -9,7 +9,7 @@ from typing import ClassVar
 from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 
-from krylov_descent.closure import Evaluation
+from krylov_descent.objective.closure import Evaluation
 
 # In place of what a torch.autograd.Function marked once_differentiable has computed, its graph has one of these, with
 # nothing behind it: a product would silently lack what passes there.

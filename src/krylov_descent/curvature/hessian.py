@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from krylov_descent.closure import Evaluation
 from krylov_descent.curvature.graph import MicrobatchGraph, nodes_behind, refuse_cut
+from krylov_descent.objective.closure import Evaluation
 
 # PyTorch differentiates the fused weight norm twice without an error and with a wrong result
 # (relative error 0.5-0.9 in the direction parameter, against finite differences).

@@ -10,17 +10,17 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from krylov_descent.closure import Evaluation, require_weight
 from krylov_descent.curvature.convolution import LeanConvolutions
+from krylov_descent.curvature.errors import explained
 from krylov_descent.curvature.gauss_newton import GaussNewtonGraph
 from krylov_descent.curvature.graph import MicrobatchGraph
-from krylov_descent.data import Microbatch
 from krylov_descent.distributed import attempt, together
 from krylov_descent.distributed.sharded import local_part
-from krylov_descent.objective import GRADIENT, Objective
-from krylov_descent.rows import Rows
-from krylov_descent.sums import WeightedSum
-from krylov_descent.twice import explained
+from krylov_descent.objective.closure import Evaluation, require_weight
+from krylov_descent.objective.objective import GRADIENT, Objective
+from krylov_descent.samples.subsets import Microbatch
+from krylov_descent.vectors.storage import Rows
+from krylov_descent.vectors.sums import WeightedSum
 
 
 class _Built(NamedTuple):

@@ -27,11 +27,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from krylov_descent.flow.sketch import fitting_basis
+from krylov_descent.flow.step import Rational
 from krylov_descent.optimizer import KSD
-from krylov_descent.rational import Rational
 from krylov_descent.report import StepReport
 from krylov_descent.run import NOTHING_FOUND, EndReason, in_vain
-from krylov_descent.sketch_memory import fitting_basis
 
 os.environ.setdefault("DDE_BACKEND", "pytorch")  # DeepXDE chooses at its import, and would prefer another
 

@@ -25,10 +25,10 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import Tensor, nn
 
-from krylov_descent.data import Subsets
 from krylov_descent.distributed import ProcessGroup
 from krylov_descent.optimizer import KSD
 from krylov_descent.report import Settlement, StepReport
+from krylov_descent.samples.subsets import Subsets
 
 _STATE_OF_RANKS = "krylov_descent"  # its entry in a checkpoint
 

@@ -33,9 +33,9 @@ from pina.solver import (
 from torch import Tensor, nn
 
 from krylov_descent.base import ClosureOptimizer
+from krylov_descent.flow.sketch import fitting_basis
 from krylov_descent.optimizer import KSD
 from krylov_descent.report import StepReport
-from krylov_descent.sketch_memory import fitting_basis
 
 _LOGGER = logging.getLogger(__name__)
 _UNKNOWN = "unknown_parameters"

@@ -29,8 +29,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
 from krylov_descent.base import ClosureOptimizer
-from krylov_descent.data import Subsets
 from krylov_descent.optimizer import KSD
+from krylov_descent.samples.subsets import Subsets
 
 #: Training splits up to this size are evaluated at once.
 FULL_BATCH_SAMPLES = 4000

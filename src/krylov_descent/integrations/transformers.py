@@ -27,9 +27,9 @@ from transformers import Trainer
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from krylov_descent.data import Subsets
 from krylov_descent.optimizer import KSD
 from krylov_descent.report import StepReport
+from krylov_descent.samples.subsets import Subsets
 
 _IGNORED = -100  # a label that does not count
 
@@ -231,7 +231,7 @@ def prepare(accelerator: Accelerator, optimizer: KSD) -> KSD:
 
 _SEVERAL_PROCESSES = (
     "Use a loop of your own under torchrun, with the bare model, KSD(process_group=torch.distributed.group.WORLD) and "
-    "krylov_descent.distributed.checkpoint: docs/scaling.md."
+    "krylov_descent.checkpoint: docs/scaling.md."
 )
 _PRECISION = "KSD compares losses and needs them in the parameters' precision: leave it out, with a float32 model."
 

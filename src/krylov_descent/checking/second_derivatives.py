@@ -1,0 +1,519 @@
+"""Checks of second derivatives: everything can be differentiated twice, and products come out right.
+
+PyTorch's anomaly mode remembers, for every node of a graph, the line of code that made it and, for nodes made by a
+backward pass, the node that was being differentiated: that leads from a failure back to the forward pass, and a trace
+of modules to the module.
+
+Letters: z outputs, J = ∂z/∂θ, δ = ∂loss/∂z, g = ∂loss/∂θ, v a direction, h a small step along it.
+
+With the loss a function of z alone, δ(θ + hv) − δ(θ − hv) ≈ 2h H_L Jv, so that Jᵀ of it is 2h Gv: the Gauss–Newton
+product without a second derivative.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.modules.module import (
+    _global_forward_hooks_with_kwargs,
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
+
+from krylov_descent.checking.doubled import doubled
+from krylov_descent.checking.finding import Finding
+from krylov_descent.checking.problem import Curvature, Problem, first_line, users_line
+from krylov_descent.curvature import CURVATURES
+from krylov_descent.objective.closure import Evaluation, row_dots, row_scaled
+
+
+class Trace:
+    """What ran inside ``traced``.
+
+    Attributes:
+        active: (module, arguments) of the calls under way, the innermost last; after an error, those it arose in.
+        maker: node → the innermost module whose call made it; nodes made outside of all modules are not in it.
+    """
+
+    def __init__(self) -> None:
+        self.active: list[tuple[nn.Module, tuple[Any, ...]]] = []
+        self.maker: dict[Node, nn.Module | None] = {}
+
+    def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        self._claim(args, self.active[-1][0] if self.active else None)
+        self.active.append((module, args))
+
+    def _leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
+        self.active.pop()
+        self._claim((args, kwargs), self.active[-1][0] if self.active else None)
+        self._claim(output, module)
+
+    def _claim(self, tensors: Any, module: nn.Module | None) -> None:
+        """Nodes that no one has claimed yet are this module's: inner calls end before outer ones."""
+        roots = [x.grad_fn for x in _tensors(tensors) if x.grad_fn is not None]
+        for node in walk(roots, self.maker):
+            self.maker[node] = module
+
+
+def _tensors(x: Any) -> Iterator[Tensor]:
+    if isinstance(x, Tensor):
+        yield x
+    elif isinstance(x, Mapping):
+        for value in x.values():
+            yield from _tensors(value)
+    elif isinstance(x, Sequence) and not isinstance(x, str):
+        for value in x:
+            yield from _tensors(value)
+
+
+def walk(roots: Iterable[Node | None], known: Mapping[Node, Any] | None = None) -> list[Node]:
+    """The nodes of a graph, those nearest to the roots first, up to those that are known already."""
+    known = {} if known is None else known
+    found: dict[Node, None] = {}
+    front = [node for node in roots if node is not None and node not in known]
+    while front:
+        following: list[Node] = []
+        for node in front:
+            if node not in found:
+                found[node] = None
+                following += [parent for parent, _ in node.next_functions if parent is not None]
+        front = [node for node in following if node not in known and node not in found]
+    return list(found)
+
+
+@contextmanager
+def traced() -> Iterator[Trace]:
+    """Note which modules run inside, also those that are no part of the model (losses)."""
+    trace = Trace()
+    handles = [
+        register_module_forward_pre_hook(trace._enter),
+        register_module_forward_hook(trace._leave, with_kwargs=True),
+    ]
+    try:
+        yield trace
+    finally:
+        for handle in handles:
+            handle.remove()
+            # torch forgets this entry, and torch.compile would take it for a hook for the rest of the process.
+            _global_forward_hooks_with_kwargs.pop(handle.id, None)
+
+
+_REENTRANT = "CheckpointFunctionBackward"  # parameters used inside get no gradient at all
+_WEIGHT_NORM = "WeightNormInterfaceBackward0"  # differentiated twice without an error and with a wrong result
+_REFUSALS = ("torch::autograd::NotImplemented", "torch::autograd::Error", "torch::autograd::DelayedError")
+_BLAMED = re.compile(r"Error detected in (\w+)\.")
+
+
+@dataclass(frozen=True)
+class Culprit:
+    """An operation that stands in the way.
+
+    Attributes:
+        node: the name of its autograd node, "EmbeddingBagBackward0".
+        place: "EmbeddingBag at encoder.bag", or "train.py:12" for code outside of modules.
+        custom: whether it is a torch.autograd.Function of someone's own.
+    """
+
+    node: str
+    place: str
+    custom: bool
+
+    @property
+    def operation(self) -> str:
+        """The name that a user knows.
+
+        Example:
+            >>> Culprit("CtcLossBackward0", "", custom=False).operation
+            'ctc_loss'
+        """
+        bare = re.sub(r"Backward\d*$", "", self.node)
+        return bare if self.custom else re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", bare).lower()
+
+    def __str__(self) -> str:
+        return f"{self.place}: {self.operation}" if self.place else self.operation
+
+
+def locate(problem: Problem, curvature: Curvature) -> list[Culprit]:
+    """The operations of the closure that this curvature cannot do with; none if all is well."""
+    params = problem.parameters.params
+    with _remembering(), sdpa_kernel(SDPBackend.MATH):
+        with traced() as trace:
+            evaluation = problem.evaluate_few()
+        forward = walk([evaluation.loss.grad_fn, *(z.grad_fn for z in evaluation.outputs)])
+        second: list[Node] = []
+        with _blaming() as blamed:
+            for derivatives, inputs in _first_derivatives(evaluation, params, curvature):
+                second += walk([x.grad_fn for x in derivatives])
+                torch.autograd.grad(
+                    derivatives, inputs, [torch.ones_like(x) for x in derivatives], retain_graph=True, allow_unused=True
+                )
+    wrong = {_REENTRANT, _WEIGHT_NORM} if curvature == "hessian" else {_REENTRANT}
+    suspects = [node for node in forward if node.name() in wrong]
+    refused = blamed.union(_REFUSALS)
+    suspects += [_origin(node, trace) for node in (*forward, *second) if node.name() in refused]
+    found = [_culprit(node, trace, problem) for node in suspects]
+    return list(dict.fromkeys(found))
+
+
+def custom_functions(problem: Problem) -> list[Culprit]:
+    """The autograd functions of someone's own that the closure uses: the usual suspects when a product is wrong."""
+    with _remembering(), traced() as trace:
+        evaluation = problem.evaluate_few()
+    nodes = [node for node in walk([evaluation.loss.grad_fn]) if _is_custom(node)]
+    return list(dict.fromkeys(_culprit(node, trace, problem) for node in nodes))
+
+
+def _first_derivatives(
+    evaluation: Evaluation, params: Sequence[Tensor], curvature: Curvature
+) -> Iterator[tuple[list[Tensor], Sequence[Tensor]]]:
+    """What a curvature differentiates again, and with respect to what."""
+    if curvature == "hessian":
+        yield _graphs(torch.autograd.grad(evaluation.loss, params, create_graph=True, allow_unused=True)), params
+        return
+    u = [torch.zeros_like(z, requires_grad=True) for z in evaluation.outputs]
+    yield _graphs(torch.autograd.grad(evaluation.outputs, params, u, create_graph=True, allow_unused=True)), u
+    if curvature == "ggn":
+        dL_dz = torch.autograd.grad(evaluation.loss, evaluation.outputs, create_graph=True, allow_unused=True)
+        yield _graphs(dL_dz), evaluation.outputs
+
+
+def _graphs(tensors: Sequence[Tensor | None]) -> list[Tensor]:
+    return [x for x in tensors if x is not None and x.grad_fn is not None]
+
+
+@contextmanager
+def _remembering() -> Iterator[None]:
+    with torch.autograd.set_detect_anomaly(True, check_nan=False):
+        yield
+
+
+@contextmanager
+def _blaming() -> Iterator[set[str]]:
+    """Names of the nodes in which an error arises inside; the error itself ends here."""
+    names: set[str] = set()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            yield names
+        except Exception:
+            for warning in caught:
+                names.update(_BLAMED.findall(str(warning.message)))
+
+
+def _origin(node: Node, trace: Trace) -> Node:
+    """The node of the forward pass that a node of a backward pass came from."""
+    while node not in trace.maker:
+        parent = _metadata(node).get("parent_")
+        if not isinstance(parent, Node):
+            break
+        node = parent
+    return node
+
+
+def _culprit(node: Node, trace: Trace, problem: Problem) -> Culprit:
+    maker = trace.maker.get(node)
+    frames = _metadata(node).get("traceback_") or []
+    line = users_line([str(frame) for frame in frames])
+    place = line if maker is None else _named(maker, problem, line)
+    return Culprit(node.name(), place, _is_custom(node) and node.name() != _REENTRANT)
+
+
+def _named(maker: nn.Module, problem: Problem, line: str) -> str:
+    """A module by path; one that is no part of the model (a loss), by the line that called it."""
+    name = problem.names.module(maker)
+    return name if " at " in name or not line else f"{name} ({line})"
+
+
+def _metadata(node: Node) -> dict[str, Any]:
+    remembered: Any = node.metadata  # a property, of which torch's stubs make a method
+    return dict(remembered)
+
+
+def _is_custom(node: Node) -> bool:
+    return isinstance(node, torch.autograd.function.BackwardCFunction)
+
+
+_TOLERANCE = 1e-2  # what is looked for is far larger, and products of float32 are good to 1e-4 at worst
+_STEPS = (1e-4, 1e-5, 1e-7, 1e-8, 1e-9)
+_TOLERANCE_IN_SINGLE = 0.1  # of differences that were taken in float32
+_STEPS_IN_SINGLE = (3e-2, 1e-2, 3e-3, 1e-3)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A product and its reference.
+
+    Attributes:
+        error: ‖Hv − reference‖ relative to the larger of the two.
+        spread: of the reference: how far those of two step lengths are apart. Where kinks (ReLU, max) are crossed,
+            each length gives something else, and none tells of the product.
+        tolerance: what rounding explains.
+        double: whether the reference was taken in float64.
+    """
+
+    error: float
+    spread: float
+    tolerance: float
+    double: bool
+
+    @property
+    def agrees(self) -> bool:
+        """Whether they are the same, to rounding."""
+        return self.error <= self.tolerance
+
+    @property
+    def conclusive(self) -> bool:
+        """Whether the reference is known well enough to blame the product."""
+        return self.spread <= 0.3 * self.error
+
+
+def compare(problem: Problem, curvature: Curvature) -> Comparison:
+    """The product of a curvature on the small batch, as a step takes it, against its reference."""
+    v = problem.direction()
+    _evaluate(problem)  # settles which samples
+    product = problem.product(curvature, v).double()
+    double = problem.parameters.params[0].dtype == torch.float64
+    if not double:
+        natural = _evaluate(problem)
+        try:
+            with doubled(problem.names.parameters, problem.names.model):
+                here = _evaluate(problem)
+                forward_error = _distance(natural, here)
+                if forward_error < 0.1:
+                    error, spread = _errors(problem, curvature, v, product, here, _STEPS)
+                    return Comparison(error, spread, max(_TOLERANCE, 30 * forward_error), True)
+        except Exception:  # the closure insists on its dtype
+            pass
+    here = _evaluate(problem)
+    steps = _STEPS if double else _STEPS_IN_SINGLE
+    error, spread = _errors(problem, curvature, v, product, here, steps)
+    return Comparison(error, spread, _TOLERANCE if double else _TOLERANCE_IN_SINGLE, double)
+
+
+def _errors(
+    problem: Problem, curvature: Curvature, v: Tensor, product: Tensor, here: Evaluation, steps: Sequence[float]
+) -> tuple[float, float]:
+    """Error and spread for the best of some step lengths: too long a step bends, too short a one rounds."""
+    params = problem.parameters.params
+    g = float(_flat(_or_zeros(_grad(here.loss, params), params)).norm())
+    best, spread = math.inf, math.inf
+    last: Tensor | None = None
+    for h in steps:
+        reference = _quotient(problem, curvature, v.double(), here, h)
+        scale = max(float(product.norm()), float(reference.norm()))
+        if scale <= 1e3 * torch.finfo(here.loss.dtype).eps / h * g:
+            # Nothing but rounding. No curvature at all, if that is so for the longest step.
+            return (0.0, 0.0) if last is None else (best, spread)
+        best = min(best, float((product - reference).norm()) / scale)
+        if last is not None:
+            spread = min(spread, float((last - reference).norm()) / scale)
+        if best <= _TOLERANCE:
+            break
+        last = reference
+    return best, spread
+
+
+def _quotient(problem: Problem, curvature: Curvature, v: Tensor, here: Evaluation, h: float) -> Tensor:
+    params = problem.parameters.params
+    with _moved(problem, v, h) as forwards:
+        there = _derivatives(problem, curvature)
+    with _moved(problem, v, -h) as backwards:
+        behind = _derivatives(problem, curvature)
+    step = forwards - backwards  # as it was rounded
+    difference = [(x.double() - y.double()) / step for x, y in zip(there, behind, strict=True)]
+    if curvature == "hessian":
+        return _flat(difference)
+    if curvature == "fisher":
+        delta = _or_zeros(_grad(here.loss, here.outputs), here.outputs)
+        s = [row_dots(d.double(), Jv) for d, Jv in zip(delta, difference, strict=True)]
+        if here.aligned:
+            s = [torch.stack(s).sum(0)] * len(s)
+        difference = [row_scaled(d.double(), x) * here.samples for d, x in zip(delta, s, strict=True)]
+    pulled = torch.autograd.grad(
+        here.outputs,
+        params,
+        [x.to(z.dtype) for x, z in zip(difference, here.outputs, strict=True)],
+        retain_graph=True,
+        allow_unused=True,
+    )
+    return _flat(_or_zeros(pulled, params))
+
+
+def _derivatives(problem: Problem, curvature: Curvature) -> Sequence[Tensor]:
+    """What a difference is taken of: g for the Hessian, δ for Gauss–Newton, z for Fisher."""
+    evaluation = _evaluate(problem)
+    if curvature == "fisher":
+        return [z.detach() for z in evaluation.outputs]
+    inputs = problem.parameters.params if curvature == "hessian" else evaluation.outputs
+    return _or_zeros(_grad(evaluation.loss, inputs), inputs)
+
+
+def _grad(loss: Tensor, inputs: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+    return torch.autograd.grad(loss, inputs, retain_graph=True, allow_unused=True)
+
+
+def _evaluate(problem: Problem) -> Evaluation:
+    # The fused kernels of attention round otherwise.
+    with sdpa_kernel(SDPBackend.MATH):
+        return problem.evaluate_few()
+
+
+@contextmanager
+def _moved(problem: Problem, v: Tensor, h: float) -> Iterator[float]:
+    """θ + hv inside; gives the step as the parameters could hold it, along v."""
+    params = problem.parameters.params
+    before = [p.detach().clone() for p in params]
+    try:
+        with torch.no_grad():
+            for p, along in zip(params, problem.parameters.views(v), strict=True):
+                p.data.copy_(p.double() + h * along)  # .data: graphs that hold p stay valid, as it comes back
+            moved = _flat([p.double() - x.double() for p, x in zip(params, before, strict=True)])
+        yield float(moved @ v) / float(v @ v)
+    finally:
+        with torch.no_grad():
+            for p, x in zip(params, before, strict=True):
+                p.data.copy_(x)
+
+
+def _distance(x: Evaluation, y: Evaluation) -> float:
+    """How far two evaluations are apart, relative to their size."""
+    pairs = [(x.loss, y.loss), *zip(x.outputs, y.outputs, strict=True)]
+    errors = [
+        float((a.detach().double() - b.detach().double()).norm()) / (float(b.detach().double().norm()) or 1.0)
+        for a, b in pairs
+    ]
+    worst = max(errors)
+    return worst if math.isfinite(worst) else math.inf
+
+
+def _or_zeros(tensors: Sequence[Tensor | None], like: Sequence[Tensor]) -> list[Tensor]:
+    return [torch.zeros_like(y) if x is None else x.detach() for x, y in zip(tensors, like, strict=True)]
+
+
+def _flat(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat([x.detach().double().reshape(-1) for x in tensors])
+
+
+# By the beginning of the autograd node's name.
+_REMEDIES = {
+    "EmbeddingBag": "Use nn.Embedding(...) and .mean(1) (or .sum(1)) in its place.",
+    "CheckpointFunction": "Use torch.utils.checkpoint.checkpoint(..., use_reentrant=False).",
+    "CompiledFunction": "Call the uncompiled model in the closure.",
+    "WeightNorm": (
+        "weight_norm(..., dim=None), one scale for a whole layer, is right; so is the normalisation in plain "
+        "operations, g * v / v.norm(dim=1, keepdim=True)."
+    ),
+    "ScaledDotProduct": "Take the sdpa_kernel(...) out of the closure, or make it sdpa_kernel(SDPBackend.MATH).",
+    "CtcLoss": "The recursion of CTC in plain operations (logsumexp over paths) has a second derivative.",
+    "CudnnCtcLoss": "The recursion of CTC in plain operations (logsumexp over paths) has a second derivative.",
+    "CudnnRnn": "Step inside torch.backends.cudnn.flags(enabled=False).",
+    "MiopenRnn": "Step inside torch.backends.cudnn.flags(enabled=False).",
+    "Cdist": "Use (x[:, None] - y[None]).square().sum(-1).sqrt() in its place.",
+    "EuclideanDist": "Use (x[:, None] - y[None]).square().sum(-1).sqrt() in its place.",
+}
+_CUSTOM = "Write its backward() with differentiable operations, without @once_differentiable."
+_UNKNOWN = "Write it with other operations."
+
+
+def twice(problem: Problem) -> Iterator[Finding]:
+    """The curvature that was asked for; where it fails, the first other one that works is named."""
+    findings = list(_examined(problem, problem.curvature))
+    if all(finding.status != "fail" for finding in findings):
+        yield from findings
+        return
+    others = [kind for kind in get_args(Curvature) if kind != problem.curvature]
+    problem.working = next((kind for kind in others if _works(problem, kind)), None)
+    for finding in findings:
+        remedy = finding.remedy
+        if finding.status == "fail" and problem.working is not None:
+            remedy = f"KSD(curvature={problem.working!r}) was tried and works here. Otherwise: {remedy}"
+        yield Finding(finding.name, finding.status, finding.detail, remedy)
+
+
+def named(problem: Problem) -> Iterator[Finding]:
+    """The operations that stand in the way of even a gradient."""
+    culprits = locate(problem, problem.curvature)
+    if culprits:
+        yield _with_names(culprits, None)
+
+
+def _examined(problem: Problem, kind: Curvature) -> Iterator[Finding]:
+    culprits = locate(problem, kind)
+    comparison, error = _compared(problem, kind)
+    if culprits:
+        yield _with_names(culprits, error)
+    elif error is not None:
+        remedy = "The model must be differentiable twice, in the mode in which it is trained."
+        yield Finding("twice", "fail", f"The product of curvature={kind!r} fails: {first_line(error)}", remedy)
+    else:
+        yield Finding("twice", "ok", f"every operation differentiates as curvature={kind!r} needs")
+    if comparison is not None and not culprits:
+        yield _judged(problem, kind, comparison)
+
+
+def _works(problem: Problem, kind: Curvature) -> bool:
+    if CURVATURES[kind].first_order and not problem.evaluation.outputs:
+        return False
+    try:
+        return all(finding.status == "ok" for finding in _examined(problem, kind))
+    except Exception:
+        return False
+
+
+def _compared(problem: Problem, kind: Curvature) -> tuple[Comparison | None, Exception | None]:
+    try:
+        return compare(problem, kind), None
+    except Exception as error:
+        return None, error
+
+
+def _with_names(culprits: Sequence[Culprit], error: Exception | None) -> Finding:
+    told = error.__cause__ if error is not None and error.__cause__ is not None else error
+    reason = f" ({first_line(told).rstrip('.')})" if isinstance(told, (RuntimeError, NotImplementedError)) else ""
+    names, places = ("; ".join(map(show, culprits)) for show in (str, lambda culprit: culprit.place))
+    if culprits[0].node.startswith("WeightNorm"):
+        detail = f"{places}: PyTorch's second derivative of weight_norm is silently wrong."
+    elif culprits[0].node.startswith("CheckpointFunction"):
+        detail = f"{places}: a reentrant checkpoint, which hides its parameters from torch.autograd.grad."
+    else:
+        detail = f"{names} cannot be differentiated twice{reason}."
+    return Finding("twice", "fail", detail, " ".join(dict.fromkeys(map(_remedy, culprits))))
+
+
+def _remedy(culprit: Culprit) -> str:
+    if culprit.custom and not culprit.node.startswith("CompiledFunction"):
+        return _CUSTOM
+    return next((text for start, text in _REMEDIES.items() if culprit.node.startswith(start)), _UNKNOWN)
+
+
+def _judged(problem: Problem, kind: Curvature, comparison: Comparison) -> Finding:
+    how = "differences in float64" if comparison.double else "differences in float32"
+    if comparison.agrees:
+        measured = f" to {comparison.error:.0e}" if comparison.error > 0 else ""
+        return Finding("product", "ok", f"agrees with {how}{measured}")
+    detail = f"The {kind!r} product is off by {comparison.error:.0%} against {how}."
+    if not comparison.conclusive:
+        detail = f"not told by {how}, which cross too many kinks (ReLU, max) or round too much"
+        return Finding("product", "ok", detail)
+    if not problem.deterministic:
+        return Finding("product", "warn", f"{detail} The closure is random, which may explain it.")
+    if kind == "ggn" and problem.bypass > 0:
+        return Finding(
+            "product", "warn", f"{detail} Part of the loss does not pass through the outputs, which may be why."
+        )
+    custom = custom_functions(problem)
+    if custom:
+        suspects = "; ".join(map(str, custom))
+        return Finding("product", "fail", f"{detail} Most likely the derivative of {suspects}.", _CUSTOM)
+    remedy = "Leave out parts of the model to find the operation whose derivative is wrong."
+    return Finding("product", "fail", detail, remedy)

@@ -1,0 +1,288 @@
+"""Square roots of H_L, the Hessian of the loss in the outputs: by rows, or one random vector for each row.
+
+Letters: z outputs [N, c], δ = ∂L/∂z, H_L block-diagonal with a block Hᵢ [c, c] for each row, Hᵢ = LᵢLᵢᵀ;
+ρᵢ with Lᵢρᵢ = δᵢ, so that (LᵀJ)ᵀρ = Jᵀδ is the gradient and (LᵀJ)ᵀ(LᵀJ) the Gauss–Newton matrix; s signs ±1 [N, c];
+u = L s, so that E[u uᵀ] = H_L, and a pull-back of u has the Gauss–Newton matrix as its covariance.
+
+Random roots u by the form of the loss:
+- Hᵢ diagonal (squared error, binary cross entropy, …): u = √diag Hᵢ ∘ s.
+- Softmax cross entropy, of any number of classes, weights and smoothing: Hᵢ = wᵢ (diag p − ppᵀ) = LLᵀ with
+  L = √wᵢ (diag √p − p√pᵀ), because Σp = 1.
+- Any other loss of rows with up to 64 outputs: blocks, by ``output_roots``.
+- Else (a loss that couples rows, or many outputs of a row in another way than softmax) the rows of δ itself, with one
+  sign each: the empirical Fisher matrix in place of the Gauss–Newton matrix.
+
+The loss is known by its derivatives alone, so each form is put to the test by a product H_L v.
+
+Signs are a hash of the key, the sample's place in its set and the number of the output: with the closed forms, the same
+samples get the same signs in whatever micro-batches and on whatever rank.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from krylov_descent.objective.closure import Evaluation, row_scaled
+
+_BLOCK = 64  # outputs of a row for which a dense block is formed
+_ALL = 16  # up to so many, each is a row of its own; of more, random combinations of them
+
+
+@dataclass(frozen=True, eq=False)
+class Roots:
+    """For k cotangents of each of s rows.
+
+    Attributes:
+        u: [k, s, c], rows Lᵢᵀ.
+        rho: [k, s].
+    """
+
+    u: Tensor
+    rho: Tensor
+
+
+def cotangents(c: int, room: float = 1.0) -> int:
+    """How many a row with c outputs gets: c, or, of many, as many random combinations as there is room for.
+
+    Example:
+        >>> cotangents(16), cotangents(17), cotangents(100, room=5.0), cotangents(100, room=400.0)
+        (16, 1, 5, 100)
+    """
+    return c if c <= _ALL else min(c, max(1, int(room)))
+
+
+def coupled(outputs: Sequence[Tensor], deltas: Sequence[Tensor | None]) -> tuple[int, int] | None:
+    """Two outputs such that the curvature in one depends on the other, by their numbers; None if there are none."""
+    if len(outputs) < 2:
+        return None
+    for i, (z, delta) in enumerate(zip(outputs, deltas, strict=True)):
+        if delta is None or not delta.requires_grad or not z.numel():
+            continue
+        v = _magnitudes(z)
+        found = torch.autograd.grad(delta, outputs, v, retain_graph=True, allow_unused=True, materialize_grads=True)
+        # Where a row has no finite curvature, the others still tell.
+        sizes = [float(h.detach().nan_to_num(0.0, 0.0, 0.0).abs().max()) if h.numel() else 0.0 for h in found]
+        for j, size in enumerate(sizes):
+            if j != i and size > torch.finfo(v.dtype).eps ** 0.5 * sizes[i]:
+                return min(i, j), max(i, j)
+    return None
+
+
+def output_roots(z: Tensor, delta: Tensor | None, S: Tensor, signs: torch.Generator, k: int = 1) -> Roots | str:
+    """Roots on the rows S, or a sentence that says why there are none.
+
+    Args:
+        z: outputs [N, …] with the graph of the loss behind them.
+        delta: ∂L/∂z with a graph of its own; None or without one where the loss is linear in z.
+        S: rows.
+        signs: for the probes.
+        k: cotangents of a row that has more than 16 outputs.
+    """
+    rows = z.shape[0] if z.ndim else 1
+    if delta is None or not delta.requires_grad:
+        return Roots(z.new_zeros(0, len(S), *z.shape[1:]), z.new_zeros(0, len(S)))
+    flat = delta.detach().reshape(rows, -1)[S]
+    c = flat.shape[1]
+    s = _signs(z, signs)
+    diagonal = _product(z, delta, torch.ones_like(z))
+    v = s * _magnitudes(z)
+    probed = _product(z, delta, v)
+    known = (diagonal.isfinite() & probed.isfinite()).reshape(rows, c).all(1)
+    if not bool(known.any()):
+        return "its second derivative is nowhere finite (|r|^p with p < 2, or a norm, at zero: smooth it)"
+    if not bool(known.all()):  # rows without curvature: the others serve
+        diagonal, probed = (torch.where(_per_row(known, x), x, 0) for x in (diagonal, probed))
+    if _close(probed, diagonal * v):
+        h = diagonal.reshape(rows, c)[S].clamp(min=0)
+        root = h.sqrt()
+        rho = torch.where(h > 0, flat / root, 0)
+        if c <= max(_ALL, k):
+            return _by_columns(torch.diag_embed(root), rho, z)
+        return _combined(lambda x: root * x, rho, z, _combinations(z, s, S, signs, k), k)
+    if c > _BLOCK:
+        return f"the loss couples the {c} outputs of a sample, more than the {_BLOCK} whose blocks are formed"
+    blocks = torch.stack([_product(z, delta, _unit(z, j)).reshape(rows, c) for j in range(c)], dim=-1)
+    blocks = torch.where(known[:, None, None], blocks, 0)
+    by_blocks = (blocks @ v.reshape(rows, c, 1)).view_as(probed)
+    # Of a loss that is all but fitted, products are what cancellation left, and need not agree.
+    if not _close(probed, by_blocks) and _couples_rows(z, delta, v, known):
+        return "the loss couples rows of the outputs (it is no sum of terms of one row each)"
+    values, Q = torch.linalg.eigh(blocks[S].double())
+    floor = values[:, -1:].clamp(min=0) * torch.finfo(z.dtype).eps * c
+    root = torch.where(values > floor, values, 0).sqrt()
+    rho = torch.where(root > 0, (Q.mT @ flat.double()[:, :, None])[:, :, 0] / root, 0)
+    L, rho = (Q * root[:, None]).to(z.dtype), rho.to(z.dtype)
+    if c <= max(_ALL, k):
+        return _by_columns(L, rho, z)
+    return _combined(lambda x: (L @ x[:, :, None])[:, :, 0], rho, z, _combinations(z, s, S, signs, k), k)
+
+
+def _combinations(z: Tensor, s: Tensor, S: Tensor, signs: torch.Generator, k: int) -> Iterator[Tensor]:
+    """k times ±1/√k for the rows S [s, c], the first of them from the probe's signs."""
+    rows = z.shape[0] if z.ndim else 1
+    for i in range(k):
+        yield (_signs(z, signs) if i else s).reshape(rows, -1)[S] / k**0.5
+
+
+def _by_columns(L: Tensor, rho: Tensor, z: Tensor) -> Roots:
+    """L [s, c, c] and ρ [s, c], each column a cotangent."""
+    rows, c = rho.shape
+    return Roots(L.permute(2, 0, 1).reshape(c, rows, *z.shape[1:]), rho.T)
+
+
+def _combined(L: Callable[[Tensor], Tensor], rho: Tensor, z: Tensor, combinations: Iterable[Tensor], k: int) -> Roots:
+    """Lx and xᵀρ for each of k combinations x [s, c], one after the other: they may be as large as J."""
+    rows = len(rho)
+    u, mixed = z.new_empty(k, rows, *z.shape[1:]), rho.new_empty(k, rows)
+    for i, x in enumerate(combinations):
+        u[i] = L(x).reshape(u[i].shape)
+        mixed[i] = (rho * x).sum(1)
+    return Roots(u, mixed)
+
+
+def _product(z: Tensor, delta: Tensor, v: Tensor) -> Tensor:
+    (h,) = torch.autograd.grad(delta, z, v, retain_graph=True, materialize_grads=True, allow_unused=True)
+    return h.detach()
+
+
+def _per_row(rows: Tensor, x: Tensor) -> Tensor:
+    """[N] in a shape that goes with x [N, …]."""
+    return rows.reshape(-1, *(1,) * (x.ndim - 1)) if x.ndim else rows[0]
+
+
+def _close(x: Tensor, y: Tensor) -> bool:
+    scale = x.abs().max()
+    return bool((x - y).abs().max() <= torch.finfo(x.dtype).eps ** 0.5 * scale)
+
+
+def _couples_rows(z: Tensor, delta: Tensor, v: Tensor, known: Tensor) -> bool:
+    """Whether rows of a product depend on other rows of its vector: else they are zero where those are, to the bit.
+
+    Any two rows are told apart by some bit of their numbers.
+    """
+    if z.ndim == 0:
+        return False
+    index = torch.arange(z.shape[0], device=z.device).reshape(-1, *(1,) * (z.ndim - 1))
+    for bit in range((z.shape[0] - 1).bit_length()):
+        inside = ((index >> bit) & 1).to(z.dtype)
+        h = torch.where(_per_row(known, z), _product(z, delta, v * inside), 0)
+        if not _close(h, h * inside):
+            return True
+    return False
+
+
+def _unit(z: Tensor, j: int) -> Tensor:
+    e = torch.zeros_like(z).reshape(z.shape[0] if z.ndim else 1, -1)
+    e[:, j] = 1
+    return e.view_as(z)
+
+
+def _magnitudes(z: Tensor) -> Tensor:
+    """No two entries alike: if those of two that the loss couples were, a product would not tell."""
+    numbers = torch.arange(1, z.numel() + 1, dtype=torch.float64, device="cpu")
+    return numbers.cos_().div_(2).add_(1.5).to(z.device, z.dtype).view_as(z)
+
+
+def _signs(z: Tensor, generator: torch.Generator) -> Tensor:
+    s = torch.randint(0, 2, z.shape, generator=generator, device="cpu").mul_(2).sub_(1)
+    return s.to(z.device, z.dtype)
+
+
+_BITS = 32  # signs of one hash
+_ODD = (0x9E3779B97F4A7C15 - (1 << 64), 0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64))
+
+
+def random_roots(evaluation: Evaluation, key: Sequence[int]) -> tuple[list[tuple[Tensor, Tensor]], bool]:
+    """(z, u) for each output z that the loss is not linear in; and whether E[uuᵀ] is H_L, and not a stand-in."""
+    outputs = evaluation.outputs
+    deltas = torch.autograd.grad(evaluation.loss, outputs, create_graph=True, allow_unused=True)
+    pairs, exact = [], True
+    for number, (z, delta) in enumerate(zip(outputs, deltas, strict=True)):
+        if delta is None or not delta.requires_grad or z.numel() == 0:
+            continue
+        signs = keyed_signs((*key, number), evaluation.position, z)
+        generator = torch.Generator("cpu").manual_seed(_seed((*key, number, evaluation.position)) >> 1)
+        u = _root(z, delta, signs, generator)
+        exact &= u is not None
+        pairs.append((z, _empirical(delta, signs) if u is None else u))
+    return pairs, exact
+
+
+def keyed_signs(key: Sequence[int], position: int, z: Tensor) -> Tensor:
+    """±1 in the shape of z, whose first row is the sample at ``position``.
+
+    Example:
+        >>> z = torch.empty(6, 40)
+        >>> torch.equal(keyed_signs((1, 2), 4, z[4:]), keyed_signs((1, 2), 0, z)[4:])
+        True
+    """
+    rows = z.shape[0] if z.ndim else 1
+    c = z.numel() // max(1, rows)
+    groups = -(-c // _BITS)
+    row = torch.arange(position, position + rows, device="cpu")[:, None]
+    hashed = _mixed(_mixed(row * _ODD[0] + _seed(key)) + torch.arange(1, groups + 1, device="cpu") * _ODD[0])
+    bits = (hashed[:, :, None] >> torch.arange(_BITS, device="cpu")) & 1
+    signs = bits.reshape(rows, -1)[:, :c].to(z.device, z.dtype)
+    return signs.mul_(2).sub_(1).reshape(z.shape)
+
+
+def _mixed(x: Tensor) -> Tensor:
+    """Steele, Lea and Flood's SplitMix64; int64 wraps around, and its shifts keep the sign, which is masked away."""
+    x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * _ODD[1]
+    x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * _ODD[2]
+    return x ^ ((x >> 31) & ((1 << 33) - 1))
+
+
+def _seed(key: Sequence[int]) -> int:
+    digest = hashlib.blake2b(repr(tuple(key)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def _root(z: Tensor, delta: Tensor, s: Tensor, generator: torch.Generator) -> Tensor | None:
+    """None where rows couple, or too many outputs of a row."""
+    # No two entries alike: signs that all agree in a row would tell nothing of it.
+    # In float64, as half precision has no such numbers beyond some hundred.
+    v = torch.arange(1, z.numel() + 1, dtype=torch.float64, device="cpu").cos_().to(z.device, z.dtype).view_as(z)
+    diagonal, probed = _product(z, delta, torch.ones_like(z)), _product(z, delta, v)
+    if not bool(probed.isfinite().all()):
+        return probed  # what is made of it will be seen not to be finite
+    if _close(probed, diagonal * v):
+        return diagonal.clamp(min=0).sqrt_().mul_(s)
+    for dim in {1, z.ndim - 1} if z.ndim > 1 else ():
+        u = _softmax_root(z.detach(), probed, v, s, dim)
+        if u is not None:
+            return u
+    rows = z if z.ndim else z.reshape(1)
+    roots = output_roots(rows, delta, torch.arange(len(rows), device=z.device), generator)
+    if isinstance(roots, str):
+        return None
+    k = len(roots.u)
+    if k == 1:  # combined by output_roots
+        return roots.u[0].detach().view_as(z)
+    by_column = s.reshape(len(rows), -1)[:, :k].T.reshape(k, len(rows), *(1,) * (rows.ndim - 1))
+    return (roots.u * by_column).sum(0).detach().view_as(z)
+
+
+def _empirical(delta: Tensor, s: Tensor) -> Tensor:
+    """The mean loss ℓ = Σℓᵢ/N has δᵢ = ∇ℓᵢ/N, and the empirical Fisher matrix is Σ∇ℓᵢ∇ℓᵢᵀ/N."""
+    rows = len(delta) if delta.ndim else 1
+    return row_scaled(delta.detach(), s.reshape(rows, -1)[:, 0] * rows**0.5)
+
+
+def _softmax_root(z: Tensor, probed: Tensor, v: Tensor, s: Tensor, dim: int) -> Tensor | None:
+    """L s if ``probed``, H_L v, is what softmax cross entropy along ``dim`` has, with weights estimated from it."""
+    p = z.softmax(dim)
+    q = p * v - p * (p * v).sum(dim, keepdim=True)
+    size = q.square().sum(dim, keepdim=True)
+    w = torch.where(size > 0, (probed * q).sum(dim, keepdim=True) / size, 0)
+    # Where p is all but one unit vector, w is a quotient of rounding errors; what it multiplies is tiny there.
+    telling = w[size > torch.finfo(z.dtype).eps]
+    if not telling.numel() or not _close(probed, w * q):
+        return None
+    root = p.sqrt()
+    return w.clamp(min=0, max=float(telling.max())).sqrt_() * (root * s - p * (root * s).sum(dim, keepdim=True))

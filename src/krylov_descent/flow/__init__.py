@@ -1,0 +1,1 @@
+"""The sketched Gauss–Newton flow, for physics-informed networks and least squares."""

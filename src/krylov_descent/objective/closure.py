@@ -1,0 +1,293 @@
+"""What a user's closure returns, read and checked: the loss, what it is convex in, and its weight."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+
+from krylov_descent.distributed.sharded import whole
+from krylov_descent.samples.subsets import Microbatch
+
+BatchClosure = Callable[[Any], Any]
+
+_REMEDY = (
+    "Return the mean loss and what it is convex in, and leave differentiation to the optimizer: "
+    "`return torch.nn.functional.cross_entropy(logits, y), logits`."
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Evaluation:
+    """One call of the closure on one micro-batch.
+
+    Attributes:
+        loss: 0-d, the mean over the micro-batch.
+        outputs: what the loss is convex in; empty when the closure returned the loss alone.
+        weight: of this mean in the mean over a set: the sample count, unless the closure gave its own.
+        samples: the number of samples.
+        aligned: row i of every output belongs to sample i (with sets); otherwise each row of each output
+            is a sample of its own.
+        position: of its first sample in the set.
+    """
+
+    loss: Tensor
+    outputs: tuple[Tensor, ...]
+    weight: float
+    samples: int
+    aligned: bool
+    position: int = 0
+
+
+def evaluate(closure: BatchClosure, batch: Microbatch) -> Evaluation:
+    """Call the closure and read what it returned.
+
+    Raises:
+        ValueError: the closure returned something else than ``loss``, ``(loss, outputs)`` or
+            ``(loss, outputs, weight)``.
+    """
+    # An autocast inside the closure keeps casts of the weights while any autocast is around, even a disabled one.
+    torch.clear_autocast_cache()
+    result = closure(batch.data)
+    returned = result if isinstance(result, tuple) else (result,)
+    if not 1 <= len(returned) <= 3 or not isinstance(returned[0], Tensor):
+        raise ValueError(f"The closure returned {_describe(result)}. {_REMEDY}")
+    loss = whole(returned[0])
+    if loss.numel() != 1 and len(returned) > 1 and isinstance(returned[1], Tensor) and returned[1].numel() == 1:
+        raise ValueError(f"The closure seems to return outputs, loss; the loss comes first. {_REMEDY}")
+    if loss.numel() != 1 or not loss.dtype.is_floating_point:
+        raise ValueError(
+            f"The closure's loss must be one real number; got shape {tuple(loss.shape)}, dtype {loss.dtype}. "
+            "Use reduction='mean', or take .mean() of it."
+        )
+    outputs = _read_outputs(returned[1]) if len(returned) > 1 else ()
+    samples = batch.samples
+    if samples is None:
+        samples = max(1, sum(_rows(z) for z in outputs))
+    weight = _read_weight(returned[2]) if len(returned) == 3 else float(samples)
+    return Evaluation(loss.reshape(()), outputs, weight, samples, batch.samples is not None, batch.position)
+
+
+def require_outputs(evaluation: Evaluation, why: str) -> None:
+    """Refuse outputs from which no Gauss–Newton product or per-sample gradient can be made.
+
+    Raises:
+        ValueError: no outputs, outputs outside the loss's graph, or one computed from another.
+    """
+    if not evaluation.outputs:
+        raise ValueError(
+            f"{why} needs the model's outputs, and the closure returned only the loss. {_REMEDY} "
+            "Or choose basis='krylov' with curvature='hessian', which needs the loss alone."
+        )
+    require_attached(evaluation)
+    _refuse_dependent(evaluation.outputs)
+
+
+def require_attached(evaluation: Evaluation) -> None:
+    """Every output must depend on the parameters.
+
+    Raises:
+        ValueError: one does not.
+    """
+    for i, z in enumerate(evaluation.outputs):
+        if not z.requires_grad:
+            raise ValueError(
+                f"Output {i} of the closure (shape {tuple(z.shape)}) does not depend on the parameters: "
+                "it was detached, or computed under no_grad. Return the tensor that the loss was computed from."
+            )
+
+
+def require_rows(evaluation: Evaluation) -> None:
+    """With sets, dimension 0 of every output must count the samples of the micro-batch.
+
+    Raises:
+        ValueError: an output has another number of rows.
+    """
+    for i, z in enumerate(evaluation.outputs):
+        if evaluation.aligned and (z.ndim == 0 or z.shape[0] != evaluation.samples):
+            raise ValueError(
+                f"Output {i} of the closure has shape {tuple(z.shape)} for a micro-batch of "
+                f"{evaluation.samples} samples; dimension 0 must be the sample. Return it before flattening, "
+                "batch first (z.reshape(batch, -1), z.transpose(0, 1)); or, if the model has no such "
+                "dimension, use preconditioner=None with curvature='ggn' or 'hessian'."
+            )
+
+
+def misses_graph(error: RuntimeError) -> bool:
+    """Whether torch said that there is no graph to differentiate; what the closure raised itself is its own affair."""
+    at = error.__traceback__
+    while at is not None and at.tb_next is not None:
+        at = at.tb_next
+    return at is not None and at.tb_frame.f_globals.get("__name__", "").startswith("torch.") and "grad" in str(error)
+
+
+def require_graph(evaluation: Evaluation) -> None:
+    """The loss must be differentiable with respect to the parameters.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if not evaluation.loss.requires_grad:
+        raise ValueError(
+            "The closure's loss does not depend on the parameters given to KSD: it was detached, computed "
+            f"under no_grad, or from other parameters. {_REMEDY}"
+        )
+
+
+def require_dense(gradients: Sequence[Tensor | None]) -> None:
+    """Refuse sparse gradients.
+
+    Raises:
+        ValueError: one is sparse.
+    """
+    for g in gradients:
+        if g is not None and g.layout != torch.strided:
+            raise ValueError(
+                f"A parameter's gradient is sparse ({g.layout}); KSD needs dense ones. "
+                "Build the layer with sparse=False."
+            )
+
+
+def require_weight(W: float) -> None:
+    """The weights of a sample set must not all be zero.
+
+    Raises:
+        ValueError: they are.
+    """
+    if W <= 0:
+        raise ValueError(
+            "The weights that the closure returned for a whole sample set sum to 0: every term is masked. "
+            "Drop samples without a target from the data set, or enlarge fraction (of Growing sets: start)."
+        )
+
+
+class BackwardWatch:
+    """Notices a closure that calls ``loss.backward()``, as closures for torch.optim.LBFGS do."""
+
+    def __init__(self, params: Sequence[Tensor]) -> None:
+        self._params = params
+        self._before = [_grad_stamp(p) for p in params]
+
+    def check(self) -> None:
+        """Raise if a ``.grad`` was written since this object was made.
+
+        Raises:
+            ValueError: a ``.grad`` was written.
+        """
+        for p, before in zip(self._params, self._before, strict=True):
+            if p.grad is not None and _grad_stamp(p) != before:
+                raise ValueError(f"The closure called backward(): it wrote .grad of a parameter. {_REMEDY}")
+
+
+def _grad_stamp(p: Tensor) -> tuple[int, int]:
+    return (0, 0) if p.grad is None else (id(p.grad), p.grad._version)
+
+
+def _rows(z: Tensor) -> int:
+    return 1 if z.ndim == 0 else z.shape[0]
+
+
+def _read_outputs(outputs: Any) -> tuple[Tensor, ...]:
+    if isinstance(outputs, Tensor):
+        leaves: Sequence[Any] = (outputs,)
+    elif isinstance(outputs, Mapping):
+        leaves = tuple(outputs.values())
+    elif isinstance(outputs, (tuple, list)):
+        leaves = tuple(outputs)
+    else:
+        leaves = (outputs,)
+    for z in leaves:
+        if not isinstance(z, Tensor) or not z.dtype.is_floating_point:
+            raise ValueError(
+                "The closure's second value must be a real floating-point tensor, or a tuple, list or dict of "
+                f"such; got {_describe(outputs)}. {_REMEDY}"
+            )
+    return tuple(leaves)
+
+
+def _read_weight(weight: Any) -> float:
+    try:
+        value = float(whole(weight.detach()) if isinstance(weight, Tensor) else weight)
+    except (TypeError, ValueError, RuntimeError):
+        value = math.nan
+    if not (value >= 0 and math.isfinite(value)):
+        raise ValueError(
+            f"The closure's third value, the weight of its mean, must be a number ≥ 0; got {weight!r}. "
+            "For a masked loss return the number of terms that count: mask.sum()."
+        )
+    return value
+
+
+def _refuse_dependent(outputs: tuple[Tensor, ...]) -> None:
+    """Outputs of which one is computed from another would be counted twice in JᵀH_L J."""
+    if len(outputs) < 2:
+        return
+    edges = {(edge.node, edge.output_nr): i for i, edge in enumerate(map(get_gradient_edge, outputs))}
+    if len(edges) < len(outputs):
+        raise ValueError("The closure returned the same tensor twice among its outputs. Return it once.")
+    for i, z in enumerate(outputs):
+        seen = set()
+        stack = [get_gradient_edge(z).node]
+        while stack:
+            node = stack.pop()
+            for parent, number in node.next_functions:
+                if parent is None:
+                    continue
+                j = edges.get((parent, number))
+                if j is not None:
+                    raise ValueError(
+                        f"Output {i} of the closure is computed from its output {j}, so the Gauss–Newton "
+                        "product would count that path twice. Return only the tensors that the loss is "
+                        "computed from directly (for example the logits, not the features before them)."
+                    )
+                if parent not in seen:
+                    seen.add(parent)
+                    stack.append(parent)
+
+
+def _describe(x: Any) -> str:
+    if isinstance(x, Tensor):
+        return f"a tensor of shape {tuple(x.shape)} and dtype {x.dtype}"
+    if isinstance(x, tuple):
+        return "(" + ", ".join(_describe(item) for item in x) + ")"
+    return f"{type(x).__name__} ({x!r})" if isinstance(x, (int, float, str, type(None))) else type(x).__name__
+
+
+def row_scaled(z: Tensor, s: Tensor) -> Tensor:
+    """Row i of z times s[i]; a 0-d z is one row."""
+    return z * s.reshape(z.shape[:1] + (1,) * (z.ndim - 1)) if z.ndim else z * s[0]
+
+
+def row_dots(x: Tensor, y: Tensor) -> Tensor:
+    """[rows]: the inner product of row i of x with row i of y."""
+    product = x * y
+    if product.ndim < 2:
+        return product.reshape(-1)
+    return product.flatten(1).sum(1)
+
+
+def no_inference_mode() -> None:
+    """Refuse to run where autograd records nothing.
+
+    Raises:
+        ValueError: called inside ``torch.inference_mode``.
+    """
+    if torch.is_inference_mode_enabled():
+        raise ValueError("KSD.step needs gradients and was called inside torch.inference_mode(). Leave it first.")
+
+
+@contextmanager
+def same_path_as_with_gradients() -> Iterator[None]:
+    """Keep nn.TransformerEncoder's inference-only kernels out of passes that are compared with others."""
+    enabled = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(enabled)

@@ -1,0 +1,295 @@
+"""The check before the first step: a mean over samples, the same at every call, that leaves buffers alone.
+
+A closure that is not makes every product and every comparison of losses silently wrong, so it is refused.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from krylov_descent.distributed import together
+from krylov_descent.objective.closure import Evaluation, require_dense, require_outputs
+from krylov_descent.objective.objective import FORWARD, PROBE, Objective
+from krylov_descent.samples.subsets import Microbatch, StepSets
+from krylov_descent.vectors.sums import WeightedSum
+
+Name = Callable[[nn.Module, str], str]
+"""A module and a suffix (".running_mean", or none) → what a message calls it."""
+
+
+def kind(module: nn.Module, suffix: str = "") -> str:
+    """A module by its class: KSD is given parameters, and knows no paths."""
+    return f"{type(module).__name__}{suffix}"
+
+
+@dataclass(frozen=True)
+class Inconsistency:
+    """Something that makes losses of a step incomparable."""
+
+    what: Literal["wrapper", "buffers", "random", "mean"]
+    detail: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.detail} {self.remedy}"
+
+
+class Seen:
+    """The modules that ran, and their buffers as they were before."""
+
+    def __init__(self) -> None:
+        self.modules: dict[int, nn.Module] = {}
+        self.buffers: list[tuple[nn.Module, str, Tensor, Tensor]] = []
+
+    def note(self, module: nn.Module, args: object) -> None:
+        """A module is about to run."""
+        if id(module) not in self.modules:
+            self.modules[id(module)] = module
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    self.buffers.append((module, name, buffer, buffer.detach().clone()))
+
+    def moved(self, name: Name = kind, *, put_back: bool = True) -> list[str]:
+        """Which buffers changed; all are put back, unless told otherwise."""
+        names = []
+        for module, key, buffer, before in self.buffers:
+            if module._buffers.get(key) is not buffer or not same_bits(buffer, before):
+                names.append(name(module, f".{key}"))
+                if put_back:
+                    with torch.no_grad():
+                        buffer.copy_(before)
+                    module._buffers[key] = buffer
+        return sorted(set(names))
+
+    def training(self, kinds: tuple[type[nn.Module], ...], name: Name = kind) -> list[str]:
+        """Names of the modules of these kinds that ran in train mode."""
+        return sorted({name(m, "") for m in self.modules.values() if isinstance(m, kinds) and m.training})
+
+    def dropping(self, name: Name = kind) -> list[str]:
+        """Names of the modules that ran in train mode and drop something."""
+        return sorted({name(m, "") for m in self.modules.values() if m.training and _dropout(m) > 0})
+
+
+def same_bits(x: Tensor, y: Tensor) -> bool:
+    """Equal bits, as far as a comparison tells: NaN equals NaN."""
+    return bool(((x == y) | ((x != x) & (y != y))).all())
+
+
+_DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+
+
+def _dropout(module: nn.Module) -> float:
+    """The probability with which a module drops its values in train mode."""
+    if isinstance(module, _DROPOUT):
+        return module.p
+    if isinstance(module, nn.RNNBase):
+        return module.dropout if module.num_layers > 1 else 0.0
+    return module.dropout if isinstance(module, nn.MultiheadAttention) else 0.0
+
+
+def check_consistency(objective: Objective, draw: StepSets, *, curvature_of_outputs: bool) -> None:
+    """Compare a small batch with itself and with its two halves.
+
+    Args:
+        objective: with the closure to check.
+        draw: the sets of the first step.
+        curvature_of_outputs: whether only what passes through the outputs will have curvature (Gauss–Newton,
+            Fisher): then warn about the part of the gradient that does not.
+
+    Raises:
+        ValueError: naming the likely cause and the remedy.
+    """
+    together(objective.comm, lambda: _check(objective, draw, curvature_of_outputs))
+
+
+def _check(objective: Objective, draw: StepSets, curvature_of_outputs: bool) -> None:
+    # All ranks look at the same samples.
+    probe = draw.probe
+    batch = next(iter(draw.a), None) if probe is None else probe[0]
+    if batch is None:
+        return  # a rank without samples
+    with watching() as seen:
+        first = objective.evaluate(batch)
+        objective.sample_gradients += FORWARD * first.samples
+        again = _value(objective, batch)[0]
+        if curvature_of_outputs and first.weight > 0:
+            _warn_of_bypass(objective, first)
+    for found in inconsistencies(objective, first, again, seen, None if probe is None else probe[1:]):
+        raise ValueError(str(found))
+
+
+def steady(evaluate: Callable[[], Evaluation]) -> Evaluation:
+    """The first evaluation of a later step: modes may have been switched since the first.
+
+    Only an evaluation that moves a buffer or the generator is taken again, to tell a cache from a layer in train mode.
+
+    Raises:
+        ValueError: as before the first step.
+    """
+    generator = torch.get_rng_state()
+    with watching() as seen:
+        first = evaluate()
+        if not (seen.moved(put_back=False) or seen.dropping()) and torch.equal(generator, torch.get_rng_state()):
+            return first
+        with watching() as again:
+            second = evaluate()
+        losses = first.loss.item(), second.loss.item()
+        for found in (*_moving(again.moved()), *_random(*losses, second, seen, kind)):
+            raise ValueError(str(found))
+        return second
+
+
+def inconsistencies(
+    objective: Objective,
+    first: Evaluation,
+    again: float,
+    seen: Seen,
+    halves: tuple[Microbatch, ...] | None,
+    name: Name = kind,
+) -> Iterator[Inconsistency]:
+    """What is wrong with a closure, the gravest first; halves are evaluated only if they are asked for.
+
+    Args:
+        objective: with the closure.
+        first: an evaluation of a small batch.
+        again: the loss of the same batch at a second call.
+        seen: the modules that ran in both; buffers that they moved are put back.
+        halves: of that batch; None where there are none.
+        name: what to call modules.
+    """
+    wrapped = [m for m in seen.modules.values() if isinstance(m, nn.parallel.DistributedDataParallel)]
+    if wrapped:
+        yield Inconsistency(
+            "wrapper",
+            "The closure calls a model in DistributedDataParallel, which averages gradients by itself and cannot "
+            "be differentiated twice.",
+            "Call the bare model (model.module) and give the ranks to KSD(process_group=...).",
+        )
+    moved = seen.moved(name)
+    eps = torch.finfo(first.loss.dtype).eps
+    yield from _moving(moved)
+    whole = first.loss.item()
+    if first.weight == 0:
+        return  # nothing to compare
+    random = tuple(_random(whole, again, first, seen, name))
+    yield from random
+    if random or not math.isfinite(whole):
+        return  # halves would tell the same; the pass over A reports what is not finite
+    if halves is None:
+        return
+    parts = [_value(objective, half) for half in halves]
+    weight = sum(w for _, w in parts)
+    mean = sum(w * f for f, w in parts if w > 0) / weight if weight > 0 else math.nan
+    # Other sums, so with other rounding; what is looked for is far larger.
+    tolerance = math.sqrt(eps) * max(abs(f) for f in (whole, *(f for f, w in parts if w > 0)))
+    if abs(whole - mean) <= tolerance:
+        return
+    likely = "samples influence each other's loss (batch statistics, a contrastive loss, in-batch negatives)"
+    remedy = "write the loss as a mean of terms of one sample each"
+    norms = seen.training((nn.modules.batchnorm._NormBase,), name)
+    if norms:
+        likely, remedy = f"{', '.join(norms)} is in train mode", "call model.eval() before training with KSD"
+    elif abs(whole - sum(f for f, _ in parts)) <= tolerance:
+        likely, remedy = "the loss is a sum (reduction='sum')", "use reduction='mean'"
+    elif first.weight == first.samples:
+        remedy += (
+            "; if it masks or weights terms, return the weight of its mean as a third value: "
+            "loss, outputs, mask.sum(), or class_weights[y].sum()"
+        )
+    yield Inconsistency(
+        "mean",
+        f"The loss of a batch is not the weighted mean of its halves' losses: {whole!r} against {mean!r}. "
+        f"Most likely {likely}.",
+        f"Remedy: {remedy}.",
+    )
+
+
+def _moving(moved: Sequence[str]) -> Iterator[Inconsistency]:
+    if moved:
+        yield Inconsistency(
+            "buffers",
+            f"The closure changes buffers of the model at every call ({', '.join(moved)}), so that no two "
+            "evaluations of a step are of the same function.",
+            "Call model.eval() before training with KSD "
+            "(BatchNorm then uses its running statistics), or use GroupNorm or LayerNorm.",
+        )
+
+
+def _random(loss: float, again: float, evaluation: Evaluation, seen: Seen, name: Name) -> Iterator[Inconsistency]:
+    # The same sums in the same order: what may differ is the order of atomic additions on a GPU.
+    differs = math.isfinite(loss) != math.isfinite(again)
+    differs |= abs(loss - again) > 64 * torch.finfo(evaluation.loss.dtype).eps * abs(loss)
+    dropout = seen.dropping(name)
+    if differs or dropout:  # which on few values may drop the same twice
+        cause = f" Dropout is active in {', '.join(dropout)}: call model.eval(), or set p = 0." if dropout else ""
+        yield Inconsistency(
+            "random",
+            f"The closure is random: the same batch gave the loss {loss!r} and then "
+            f"{repr(again) if differs else 'the same, which is chance'}.{cause}",
+            "KSD compares losses within a step, so the closure must be deterministic; draw noise once, outside the "
+            "closure.",
+        )
+
+
+def _warn_of_bypass(objective: Objective, evaluation: Evaluation) -> None:
+    part = bypass(objective, evaluation)
+    if part > 0:
+        warnings.warn(bypass_text(part), stacklevel=7)
+
+
+def bypass(objective: Objective, evaluation: Evaluation) -> float:
+    """The part of ∂loss/∂θ, by norm, that is not in Jᵀ ∂loss/∂z, which the outputs z carry; 0 if it is rounding."""
+    loss, outputs, params = evaluation.loss, evaluation.outputs, objective.parameters.params
+    require_outputs(evaluation, "This curvature ('ggn' or 'fisher')")
+    both = torch.autograd.grad(loss, (*params, *outputs), retain_graph=True, allow_unused=True)
+    require_dense(both[: len(params)])
+    carried = [(z, d) for z, d in zip(outputs, both[len(params) :], strict=True) if d is not None]
+    if not carried:
+        return 0.0  # refused where the product is built
+    through = torch.autograd.grad(
+        [z for z, _ in carried], params, [d for _, d in carried], retain_graph=True, allow_unused=True
+    )
+    objective.sample_gradients += 2 * PROBE * evaluation.samples
+    g, rest = WeightedSum(objective.parameters), WeightedSum(objective.parameters)
+    for total in (g, rest):
+        total.add(both[: len(params)], 1.0)
+    rest.add(through, -1.0)
+    left, whole = (math.sqrt(float(objective.comm.dot(x, x))) for x in (rest.times(1.0), g.times(1.0)))
+    return left / whole if whole > 0 and left > torch.finfo(loss.dtype).eps ** 0.5 * whole else 0.0
+
+
+def bypass_text(part: float) -> str:
+    """What to say of it."""
+    return (
+        f"{part:.0%} of the gradient (by norm) does not pass through the outputs that the closure "
+        "returned, so that part of the loss has no curvature in the subspace. If a term of the loss was forgotten, "
+        "return its outputs too; for L2 regularisation use KSD(weight_decay=...); or use curvature='hessian'."
+    )
+
+
+def _value(objective: Objective, batch: Microbatch) -> tuple[float, float]:
+    evaluation = objective.forward(batch)
+    return evaluation.loss.item(), evaluation.weight
+
+
+@contextmanager
+def watching() -> Iterator[Seen]:
+    """Note the modules that run inside."""
+    seen = Seen()
+    handle = register_module_forward_pre_hook(seen.note)
+    try:
+        yield seen
+    except BaseException:
+        seen.moved()
+        raise
+    finally:
+        handle.remove()

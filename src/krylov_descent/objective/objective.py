@@ -1,0 +1,272 @@
+"""The objective on a set of samples: closure + parameters → f, ∇f and the graph of a micro-batch.
+
+Letters: f(θ) = Σ_b w_b ℓ_b(θ) / W + ½ Σ c‖θ‖² over micro-batches b with mean loss ℓ_b, weight w_b and W = Σ w_b.
+All ranks hold θ; each evaluates its own micro-batches, and sums go through ``comm``. What goes wrong on one rank is
+raised on all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from krylov_descent.distributed import Comm, attempt
+from krylov_descent.objective import closure as closures
+from krylov_descent.objective.closure import BatchClosure, Evaluation
+from krylov_descent.progress import Tell, nobody
+from krylov_descent.samples.subsets import Microbatch
+from krylov_descent.vectors.parameters import ParameterVector
+from krylov_descent.vectors.sums import WeightedSum, exact_sum
+
+# Cost per sample in units of one gradient (a forward and a backward pass, the latter twice the former).
+GRADIENT, FORWARD, PROBE = 1.0, 1 / 3, 2 / 3
+
+
+def relative_noise(dtype: torch.dtype) -> float:
+    """Rounding noise of a mean loss, relative to its size: 8 ε of the dtype it is computed in.
+
+    About 1e-6 in float32: below it a decrease cannot be told from rounding.
+
+    Example:
+        >>> relative_noise(torch.float32)
+        9.5367431640625e-07
+    """
+    return 8 * torch.finfo(dtype).eps
+
+
+class PassAgain(Exception):  # noqa: N818 — no error
+    """Raised by ``Statistics.collect``: what was gathered is void, and the pass must be taken again from its start."""
+
+
+class Statistics(Protocol):
+    """What a preconditioner gathers along the pass over A, beside the gradient."""
+
+    def watch(self) -> AbstractContextManager[None]:
+        """Surround each call of the closure."""
+        ...
+
+    def wanted(self, evaluation: Evaluation) -> Sequence[Tensor]:
+        """Tensors of the graph whose ∂loss it asks for, from the same backward pass as the gradient."""
+        ...
+
+    def collect(
+        self, evaluation: Evaluation, gradient: Sequence[Tensor | None], wanted: Sequence[Tensor | None]
+    ) -> float:
+        """Take in one micro-batch; returns what it cost beyond the gradient, in gradients per sample."""
+        ...
+
+
+@dataclass(frozen=True)
+class BatchLosses:
+    """Mean losses of this rank's micro-batches of a set, and the mean over the whole set, weight decay included."""
+
+    losses: tuple[float, ...]
+    weights: tuple[float, ...]
+    mean: float
+    total_weight: float
+
+
+@dataclass(frozen=True, eq=False)
+class Derivative:
+    """f on a set, its slope along a direction if one was given, and its gradient, which is shared when asked for."""
+
+    losses: BatchLosses
+    slope: float
+    gradient: Callable[[], Tensor]
+    """→ this rank's part [P_local]; to be called once, on all ranks or none."""
+
+
+class _Gathered:
+    """What a pass over this rank's micro-batches leaves beside vectors."""
+
+    def __init__(self) -> None:
+        self.losses: list[Tensor] = []
+        self.weights: list[float] = []
+        self.slope = 0.0
+        self.again = False
+
+    def add(self, loss: Tensor, weight: float) -> None:
+        self.losses.append(loss)
+        self.weights.append(weight)
+
+
+def _as_it_is(evaluate: Callable[[], Evaluation]) -> Evaluation:
+    return evaluate()
+
+
+class Objective:
+    """f, ∇f and evaluations on micro-batches; counts what they cost in ``sample_gradients``."""
+
+    def __init__(self, closure: BatchClosure, parameters: ParameterVector, comm: Comm, identity: object = None) -> None:
+        self.parameters = parameters
+        self.identity = identity
+        """Tells one closure from another, for what is remembered about it from step to step."""
+        self.comm = comm
+        self.sample_gradients = 0.0
+        self.tell: Tell = nobody
+        self.first_look: Callable[[Callable[[], Evaluation]], Evaluation] = _as_it_is
+        """Takes the first evaluation of a step, and may refuse it."""
+        self._closure = closure
+        self._watched = False
+
+    def evaluate(self, batch: Microbatch) -> Evaluation:
+        """One call of the closure with its graph, searched for the usual mistakes."""
+        look = _as_it_is if self._watched else self.first_look
+        with self.parameters.without_grads():
+            watch = closures.BackwardWatch(self.parameters.params)
+            try:
+                evaluation = look(lambda: closures.evaluate(self._closure, batch))
+            except Exception:
+                watch.check()
+                raise
+            watch.check()
+        if evaluation.weight > 0:  # a batch whose every term is masked tells nothing
+            closures.require_graph(evaluation)
+            self._watched = True
+        return evaluation
+
+    def point(self) -> Tensor:
+        """θ, this rank's part [P_local], a copy."""
+        return self.comm.shard(self.parameters.read())
+
+    def move_to(self, theta: Tensor) -> None:
+        """θ ← what the parts [P_local] of all ranks make together."""
+        self.parameters.write(self.comm.all_gather(theta, self.parameters.numel))
+
+    def add_decay(self, part: Tensor, x: Tensor | None = None) -> None:
+        """part += c∘x, of this rank's parts [P_local]: the decay's gradient (x = θ, the default) or product."""
+        parameters, comm = self.parameters, self.comm
+        if (bounds := comm.bounds(parameters.numel)) is not None:
+            parameters.add_decay(part, bounds[0], x)
+        elif any(parameters.decay):
+            whole = parameters.read() if x is None else comm.all_gather(x, parameters.numel)
+            decay = parameters.zeros()
+            parameters.add_decay(decay, 0, whole)
+            part.add_(comm.shard(decay))
+
+    def value(self, batches: Iterable[Microbatch]) -> BatchLosses:
+        """f by forward passes only."""
+        gathered = _Gathered()
+
+        def work() -> None:
+            for batch in batches:
+                evaluation = self.forward(batch)
+                gathered.add(evaluation.loss.detach(), evaluation.weight)
+
+        return self._share(gathered, attempt(self.comm, work))[0]
+
+    def forward(self, batch: Microbatch) -> Evaluation:
+        """One call of the closure, for its values alone."""
+        with closures.same_path_as_with_gradients():
+            try:
+                with self.parameters.frozen():
+                    evaluation = closures.evaluate(self._closure, batch)
+            except RuntimeError as error:
+                if not closures.misses_graph(error):
+                    raise
+                # The closure differentiates with respect to the parameters (a gradient penalty).
+                evaluation = self.evaluate(batch)
+        self.sample_gradients += FORWARD * evaluation.samples
+        return evaluation
+
+    def value_and_gradient(
+        self, batches: Iterable[Microbatch], statistics: Statistics | None = None
+    ) -> tuple[BatchLosses, Tensor]:
+        """f and this rank's part of ∇f [P_local]; ``statistics`` are gathered in the same pass."""
+        derivative = self.differentiate(batches, statistics)
+        return derivative.losses, derivative.gradient()
+
+    def differentiate(
+        self, batches: Iterable[Microbatch], statistics: Statistics | None = None, along: Tensor | None = None
+    ) -> Derivative:
+        """f, its slope along a direction [P], and ∇f.
+
+        Without statistics, a loss that is not finite ends the pass at once: no gradient is of use there.
+        """
+        comm, parameters = self.comm, self.parameters
+        total, gathered = WeightedSum(parameters), _Gathered()
+
+        def work() -> None:
+            try:
+                for batch in batches:
+                    loss, weight = self._add_gradient(batch, statistics, total)
+                    gathered.add(loss, weight)
+                    if statistics is None and weight > 0 and not bool(loss.isfinite()):
+                        break
+                gathered.slope = 0.0 if along is None else total.dot(along, comm)
+            except PassAgain:
+                gathered.again = True
+
+        losses, slope, W = self._share(gathered, attempt(comm, work))
+        if along is not None:
+            slope += parameters.decay_slope(along)
+
+        def gradient() -> Tensor:
+            g = total.over_ranks(comm, 1 / W)
+            self.add_decay(g)
+            return g
+
+        return Derivative(losses, slope, gradient)
+
+    def _add_gradient(
+        self, batch: Microbatch, statistics: Statistics | None, total: WeightedSum
+    ) -> tuple[Tensor, float]:
+        """Add one micro-batch's weighted gradient; its graph dies with this call, before the next is built."""
+        with nullcontext() if statistics is None else statistics.watch():
+            evaluation = self.evaluate(batch)
+        if statistics is None and evaluation.weight > 0 and not bool(evaluation.loss.isfinite()):
+            self.sample_gradients += FORWARD * evaluation.samples
+            return evaluation.loss.detach(), evaluation.weight
+        wanted = () if statistics is None else statistics.wanted(evaluation)
+        both = self._differentiate(evaluation, wanted)
+        gradient = both[: len(self.parameters.params)]
+        if statistics is not None:
+            extra = statistics.collect(evaluation, gradient, both[len(gradient) :])
+            self.sample_gradients += extra * evaluation.samples
+        if evaluation.weight > 0:
+            total.add(gradient, evaluation.weight)
+        self.sample_gradients += GRADIENT * evaluation.samples
+        return evaluation.loss.detach(), evaluation.weight
+
+    def _differentiate(self, evaluation: Evaluation, wanted: Sequence[Tensor] = ()) -> tuple[Tensor | None, ...]:
+        inputs = (*self.parameters.params, *wanted)
+        if evaluation.weight == 0:  # a micro-batch whose every term is masked may have no graph at all
+            return (None,) * len(inputs)
+        gradients: tuple[Tensor | None, ...] = torch.autograd.grad(
+            evaluation.loss, inputs, allow_unused=True, retain_graph=bool(wanted)
+        )
+        of_parameters = gradients[: len(self.parameters.params)]
+        if all(g is None for g in of_parameters):
+            raise ValueError(
+                "The closure's loss depends on none of the parameters given to KSD, though on others: the model was "
+                "rebuilt or copied after the optimizer was made, KSD got another model's, or fully_shard has them (it "
+                "cannot be differentiated twice: use krylov_descent.distributed.gathered.shard_at_rest)."
+            )
+        closures.require_dense(of_parameters)
+        return gradients
+
+    def _share(self, gathered: _Gathered, failure: Exception | None) -> tuple[BatchLosses, float, float]:
+        """Mean loss, slope and W over all ranks, by one small sum.
+
+        Raises:
+            PassAgain: some rank wants the pass again.
+            Exception: ``failure``, or that of another rank.
+        """
+        values = torch.stack(gathered.losses).double().tolist() if gathered.losses else []
+        # A micro-batch of weight 0 has no terms; its mean, 0/0, must not spoil the sum.
+        weighted = exact_sum(w * loss for w, loss in zip(gathered.weights, values, strict=True) if w > 0)
+        own = (weighted, math.fsum(gathered.weights), gathered.slope, float(gathered.again))
+        numbers = torch.tensor(own, dtype=torch.float64, device="cpu")
+        weighted, W, slope, again = self.comm.total(numbers, failure).tolist()
+        if again:
+            raise PassAgain
+        closures.require_weight(W)
+        mean = weighted / W + self.parameters.decay_value()
+        losses = BatchLosses(tuple(values), tuple(gathered.weights), mean, W)
+        return losses, slope / W, W

@@ -1,0 +1,1 @@
+"""Safety of a run: atomic steps, checksums of states, memory budgets."""

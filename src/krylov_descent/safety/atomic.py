@@ -1,0 +1,89 @@
+"""A step is atomic: whatever happens inside, all that it touches ends as before it, or as after it.
+
+θ is held whole on every rank, so that it can be put back without a word to the others, who may be gone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, MutableMapping
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from krylov_descent.distributed import Comm
+from krylov_descent.vectors.parameters import ParameterVector
+
+
+def standing(parameters: ParameterVector, x: Tensor | None, d: Tensor | None, comm: Comm) -> Callable[[], Tensor]:
+    """→ θ [P] as it is now: from a point x and the step d taken from it, if they lead there, which spares a copy."""
+    theta = parameters.read()
+    if comm.ranks > 1 or x is None or d is None:
+        return lambda: theta
+
+    def remembered() -> Tensor:
+        return comm.all_gather(parameters.rounded(x + d), parameters.numel)
+
+    return remembered if torch.equal(theta, remembered()) else lambda: theta
+
+
+class AsBefore:
+    """Surrounds a step: if it raises, parameters, state, generators, ``.grad`` and flags are put back.
+
+    A class, as a generator that KeyboardInterrupt cuts off would put things back when it is collected, at any time.
+
+    Args:
+        parameters: that the step moves.
+        theta: → where they are.
+        state: of the optimizer; its tensors are replaced by steps, never written.
+    """
+
+    def __init__(
+        self, parameters: ParameterVector, theta: Callable[[], Tensor], state: MutableMapping[Tensor, Any]
+    ) -> None:
+        self._parameters, self._theta, self._state = parameters, theta, state
+        self._entries = {p: dict(entry) for p, entry in state.items()}
+        self._grads = [p.grad for p in parameters.params]
+        self._generators = generators(parameters.device)
+        self._fastpath = torch.backends.mha.get_fastpath_enabled()
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if kind is None:
+            return
+        again: KeyboardInterrupt | None = None
+        while True:
+            try:
+                self._restore()
+                break
+            except KeyboardInterrupt as second:  # of a user who cannot wait
+                again = second
+        if again is not None:
+            raise again
+        if isinstance(error, RuntimeError) and isinstance(error.__cause__, StopIteration):
+            raise error.__cause__ from None  # of the closure: a generator on its way made another error of it (PEP 479)
+
+    def _restore(self) -> None:
+        self._parameters.write(self._theta())
+        for p, grad in zip(self._parameters.params, self._grads, strict=True):
+            p.requires_grad_(True)
+            if p.grad is not grad:
+                p.grad = grad
+        for p in [p for p in self._state if p not in self._entries]:
+            del self._state[p]
+        for p, entry in self._entries.items():
+            self._state[p].clear()
+            self._state[p].update(entry)
+        torch.set_rng_state(self._generators[0])
+        if len(self._generators) > 1:
+            torch.cuda.set_rng_state(self._generators[1], self._parameters.device)
+        torch.backends.mha.set_fastpath_enabled(self._fastpath)
+
+
+def generators(device: torch.device) -> list[Tensor]:
+    """The state of torch's generators: the CPU's, and that of a CUDA device."""
+    cuda = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
+    return [torch.get_rng_state(), *cuda]

@@ -1,0 +1,134 @@
+"""A file of named tensors and one text, in the safetensors layout: written whole or not at all, and not trusted.
+
+    8 bytes   the length of the header, little-endian
+    header    JSON: ``__metadata__`` with the text, and dtype, shape and place of each tensor; spaces, up to 8 bytes
+    numbers   of one tensor after the other, the widest first
+
+safetensors checks that the header fits the file. A file is read only if ``write`` would make the same header of its
+contents: no key twice, nothing between the tensors, nothing after them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from torch import Tensor
+
+from krylov_descent.safety.checksum import raw_bytes
+
+try:
+    from safetensors import SafetensorError, safe_open
+except ImportError as missing:
+    raise ImportError("Checkpoints need safetensors: pip install 'krylov-descent[checkpoint]'.") from missing
+
+#: Of the text, within ``__metadata__``; and its characters, at most.
+KEY, LIMIT = "krylov_descent", 1 << 20
+ANEW = "Copy the file again, or load another one."
+
+_DTYPES = {
+    **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16},
+    **{"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "BOOL": torch.bool},
+    **{"U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8, "C64": torch.complex64},
+    **{"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2},
+}
+#: The dtypes that a file may hold, with their names in it.
+CODES = {dtype: code for code, dtype in _DTYPES.items()}
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[IO[bytes]]:
+    """A new file to write to, which gets its name when it is complete and on the disk; the old one is there until then.
+
+    Its temporary name is always the same, so that what a killed process left behind is overwritten.
+    """
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())  # otherwise a crash of the machine may leave the name with nothing behind it
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    if os.name != "nt":
+        directory = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(directory)  # the name, too
+        finally:
+            os.close(directory)
+
+
+def write(path: Path, tensors: Mapping[str, Tensor], text: str) -> None:
+    """Write contiguous tensors on the CPU, and an ASCII text.
+
+    safetensors' own writer leaves a temporary of a random name behind when it is killed.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as file:
+        file.write(_head(tensors, text))
+        for name in _order(tensors):
+            file.write(raw_bytes(tensors[name]))
+
+
+class TensorFile:
+    """An open file.
+
+    Attributes:
+        declared: its tensors by name, on the device "meta": shapes and dtypes, of which nothing was read.
+        text: its text.
+    """
+
+    def __init__(self, path: Path, file: Any) -> None:
+        self._file = file
+        self.declared: dict[str, Tensor] = {}
+        for name in file.keys():  # noqa: SIM118 — it is no mapping
+            entry = file.get_slice(name)
+            self.declared[name] = torch.empty(entry.get_shape(), dtype=_DTYPES[entry.get_dtype()], device="meta")
+        self.text: str = (file.metadata() or {}).get(KEY, "")
+        if not 0 < len(self.text) <= LIMIT:
+            raise ValueError(f"The file has {len(self.text):,} characters under {KEY!r}, not 1 to {LIMIT:,}. {ANEW}")
+        head = _head(self.declared, self.text)
+        with open(path, "rb") as raw:
+            if raw.read(len(head)) != head:
+                raise ValueError(f"The header is not one that save writes. {ANEW}")
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Copies of all tensors: the file may change."""
+        return {name: self._file.get_tensor(name).clone() for name in self.declared}
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[TensorFile]:
+    """Open a file; whatever is wrong with it, or is found wrong with its contents, is a ValueError that names it."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield TensorFile(path, file)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    except (SafetensorError, ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError) as error:
+        what = f"{type(error).__name__}: {str(error)[:200]}"
+        raise ValueError(f"{path} is no checkpoint, or damaged ({what}). {ANEW}") from None
+
+
+def _order(tensors: Mapping[str, Tensor]) -> list[str]:
+    """The widest numbers first, so that all are aligned."""
+    return sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+
+
+def _head(tensors: Mapping[str, Tensor], text: str) -> bytes:
+    """All that comes before the numbers."""
+    header: dict[str, Any] = {"__metadata__": {KEY: text}}
+    end = 0
+    for name in _order(tensors):
+        x = tensors[name]
+        start, end = end, end + x.numel() * x.element_size()
+        header[name] = {"dtype": CODES[x.dtype], "shape": [*x.shape], "data_offsets": [start, end]}
+    written = json.dumps(header).encode()
+    written += b" " * (-len(written) % 8)
+    return len(written).to_bytes(8, "little") + written

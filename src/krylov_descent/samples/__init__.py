@@ -1,0 +1,1 @@
+"""The sample sets of a step: loading, permutation, subsets of fixed size and sets that grow."""

@@ -1,0 +1,433 @@
+"""The sample sets of one step: A for the gradient, B for the curvature, C for the search.
+
+``SampleSet`` says which samples a set holds, cut into shards and micro-batches; ``Subsets`` draws the three sets;
+``StepSets`` is what the algorithm sees of them, and ``FullBatch`` its plainest form: everything, at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from krylov_descent.samples.loading import Device, Indices, Source, same_values, source_of
+from krylov_descent.samples.permutation import permute
+
+
+@dataclasses.dataclass(frozen=True)
+class Microbatch:
+    """A part of a sample set small enough for one forward pass.
+
+    Attributes:
+        data: what the closure is called with.
+        samples: how many samples it holds; None if only the closure knows.
+        position: of its first sample in the set.
+
+    Example:
+        >>> import torch
+
+        >>> Microbatch(data=torch.zeros(3, 2), samples=3).samples
+        3
+    """
+
+    data: Any
+    samples: int | None
+    position: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class SampleSet:
+    """Positions [start, stop) of the permutation of ``key``, or of the natural order; one shard of them in chunks."""
+
+    start: int
+    stop: int
+    population: int
+    batch_size: int
+    shard: int
+    of_shards: int
+    key: tuple[int, int] | None
+
+    @property
+    def size(self) -> int:
+        """Samples in all shards."""
+        return self.stop - self.start
+
+    def chunks(self) -> list[range]:
+        """Positions of each micro-batch; no shard is larger than another by over one."""
+        positions = range(self.start, self.stop)
+        i, j = (self.size * shard // self.of_shards for shard in (self.shard, self.shard + 1))
+        return [positions[k : min(j, k + self.batch_size)] for k in range(i, j, self.batch_size)]
+
+    def indices(self, positions: range) -> Indices:
+        """Of the samples at these positions."""
+        if self.key is None:
+            return positions
+        return permute(torch.arange(positions.start, positions.stop, device="cpu"), self.population, *self.key)
+
+
+@dataclasses.dataclass(frozen=True)
+class Stream:
+    """The micro-batches of a set, loaded anew at each iteration."""
+
+    source: Source
+    sample_set: SampleSet
+
+    def __len__(self) -> int:
+        return len(self.sample_set.chunks())
+
+    def __iter__(self) -> Iterator[Microbatch]:
+        sample_set = self.sample_set
+        chunks = sample_set.chunks()
+        # The function must not hold the source, which keeps it: workers found in a reference cycle end late.
+        batches = self.source.load(lambda i: (sample_set.indices(chunks[i]),), range(len(chunks)))
+        for positions, (batch,) in zip(chunks, batches, strict=True):
+            yield Microbatch(batch, len(positions), positions.start - sample_set.start)
+
+
+_PROBE_SAMPLES = 64
+_PARTS = 16
+_FEW = 8  # micro-batches of an A that is kept
+_RANDOM_SAMPLES = (
+    "The data set is random: the same samples, loaded twice, have other values (random augmentation). A is loaded anew "
+    "at every pass, so that a step may be undone, or kept, by chance. Draw what is random once for each index "
+    "(torch.Generator().manual_seed(index) in __getitem__), or use rollback=False."
+)
+
+
+class Subsets:
+    """Draws, at every step, the sets A (gradient), B (curvature) and C (search) from one source of samples.
+
+    With N samples and a Krylov dimension K, B and C hold N/K samples each, or the share ``fraction``, and at
+    most half. They are disjoint from each other, not from A, and redrawn at every step. The sets depend on
+    ``seed`` and the iteration alone, so a new Subsets continues a resumed run.
+
+    Small data: without ``fraction`` and with N < 2K, a set of N/K would hold fewer than two samples, so A, B
+    and C are then all of the samples. A given ``fraction`` is always honoured, with B and C disjoint, unless
+    N = 1, when each set is the one sample.
+
+    With several ranks, the optimizer asks for its rank's share of the sets: as equal as can be, and together the same
+    sets as those of one process.
+
+    Worker processes are started at the first use, kept for all later sets, and end when the Subsets and the
+    draws taken from it are garbage-collected.
+
+    Args:
+        data: a tensor, a TensorDataset, or a tuple or list of tensors with equal first dimension, which are
+            indexed directly and give a tensor or a tuple of tensors; or any map-style dataset, which is
+            loaded by a DataLoader.
+        batch_size: the largest number of samples in a micro-batch.
+        fraction: the share of the samples in B, and in C before growth; None for 1/K.
+        gradient_fraction: the share of the samples in A.
+        seed: any integer.
+        collate_fn: makes a batch out of a list of samples; None for that of the DataLoader.
+        num_workers: the processes that load a dataset; tensors indexed directly need none.
+        device: where tensors in a batch are moved, also inside tuples, lists and mappings; None to leave
+            them where they are. Other objects are left as they are.
+
+    Raises:
+        ValueError: if an argument is out of range, or the data cannot be indexed by sample.
+
+    Example:
+        >>> import torch
+
+        >>> inputs, targets = torch.randn(100, 3), torch.randn(100)
+        >>> subsets = Subsets((inputs, targets), batch_size=32, seed=0)
+        >>> draw = subsets.draw(0, krylov_dim=10)
+        >>> draw.sizes
+        {'A': 100, 'B': 10, 'C': 10}
+        >>> [microbatch.samples for microbatch in draw.a]
+        [32, 32, 32, 4]
+    """
+
+    def __init__(
+        self,
+        data: Any,
+        *,
+        batch_size: int,
+        fraction: float | None = None,
+        gradient_fraction: float = 1.0,
+        seed: int,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        num_workers: int = 0,
+        device: Device = None,
+    ) -> None:
+        _require_integer("batch_size", batch_size, 1, "Pass how many samples fit one forward pass.")
+        _require_integer("seed", seed, None, "Pass an integer, for example seed=0.")
+        _require_integer("num_workers", num_workers, 0, "Pass 0 to load in this process.")
+        if fraction is not None and not 0 < fraction <= 0.5:
+            raise ValueError(
+                f"fraction is {fraction!r}, but B and C are disjoint, so it lies in (0, 0.5]. "
+                "Pass such a number, or None for 1/krylov_dim."
+            )
+        if not 0 < gradient_fraction <= 1:
+            raise ValueError(f"gradient_fraction is {gradient_fraction!r}, not in (0, 1]. Pass 1.0 for every sample.")
+        self._source, self._size = source_of(data, collate_fn, num_workers, device, seed)
+        self._batch_size = batch_size
+        self._fraction = fraction
+        self._gradient_fraction = gradient_fraction
+        self._seed = seed
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __repr__(self) -> str:
+        return (
+            f"Subsets({self._size} samples, batch_size={self._batch_size}, fraction={self._fraction}, "
+            f"gradient_fraction={self._gradient_fraction}, seed={self._seed})"
+        )
+
+    def draw(
+        self,
+        iteration: int,
+        *,
+        krylov_dim: int,
+        search_growth: int = 0,
+        shard: int = 0,
+        of_shards: int = 1,
+    ) -> Draw:
+        """Choose the sets of one step; nothing is loaded yet.
+
+        Args:
+            iteration: the number of the step: the same number gives the same sets.
+            krylov_dim: K, the dimension of the subspace.
+            search_growth: how often C was doubled; it never reaches into B.
+            shard: which shard of each set is wanted, from 0.
+            of_shards: into how many shards each set is cut.
+
+        Returns:
+            The sets, ready to be iterated.
+
+        Raises:
+            ValueError: if an argument is not an integer or is out of range.
+
+        Example:
+            >>> import torch
+
+            >>> subsets = Subsets(torch.arange(12), batch_size=4, fraction=0.25, seed=0)
+            >>> subsets.draw(3, krylov_dim=20, search_growth=1).sizes
+            {'A': 12, 'B': 3, 'C': 6}
+        """
+        _require_integer("iteration", iteration, None, "Pass the number of the step.")
+        _require_integer("krylov_dim", krylov_dim, 1, "Pass the dimension of the subspace, for example 20.")
+        _require_integer("search_growth", search_growth, 0, "Pass how often C was doubled.")
+        n = self._size
+        cut = functools.partial(SampleSet, population=n, batch_size=self._batch_size, shard=shard, of_shards=of_shards)
+        everything = cut(0, n, key=None)
+        if n == 1 or (self._fraction is None and n < 2 * krylov_dim):
+            return Draw(self._source, everything, everything, everything)
+
+        # With K = 1 a share of 1/K would leave nothing for C.
+        fraction = min(1 / krylov_dim, 0.5) if self._fraction is None else self._fraction
+        size_b = max(1, round(fraction * n))
+        doublings = min(search_growth, n.bit_length())  # more than these cannot change the minimum below
+        size_c = min(size_b << doublings, n - size_b)
+        key = (self._seed, iteration)
+        a = everything
+        if self._gradient_fraction < 1:  # of the same permutation, so that a large enough A contains B and C
+            a = cut(0, max(1, round(self._gradient_fraction * n)), key=key)
+        return Draw(self._source, a, cut(0, size_b, key=key), cut(size_b, size_b + size_c, key=key))
+
+
+class Draw:
+    """The sets of one step, made by :meth:`Subsets.draw`.
+
+    A is streamed from the source at every iteration; B and C are loaded at first use and kept as long as the
+    Draw, since a step passes over them many times.
+
+    Attributes:
+        sizes: the number of samples in "A", "B" and "C".
+        grows: whether more samples are to be had when noise demands them.
+
+    Example:
+        >>> import torch
+
+        >>> draw = Subsets(torch.arange(6), batch_size=2, fraction=0.5, seed=0).draw(0, krylov_dim=4)
+        >>> [microbatch.data.tolist() for microbatch in draw.a]
+        [[0, 1], [2, 3], [4, 5]]
+        >>> sorted(torch.cat([microbatch.data for microbatch in [*draw.b, *draw.c]]).tolist())
+        [0, 1, 2, 3, 4, 5]
+        >>> [microbatch.data.tolist() for microbatch in draw.probe]
+        [[0, 1], [0], [1]]
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        a: SampleSet,
+        b: SampleSet,
+        c: SampleSet,
+        *,
+        statistics: SampleSet | None = None,
+        grows: bool = False,
+    ) -> None:
+        self.grows = grows
+        self.sizes: dict[str, int] = {"A": a.size, "B": b.size, "C": c.size}
+        self._source = source
+        self._a, self._b, self._c = a, b, c
+        self._statistics = b if statistics is None else statistics
+
+    @property
+    def coverage(self) -> float:
+        """The part of all samples that is in A."""
+        return self._a.size / self._a.population
+
+    @property
+    def covers_all(self) -> bool:
+        """Whether A is all samples, so that losses on it compare from step to step."""
+        return self._a.size == self._a.population
+
+    @property
+    def searches_all(self) -> bool:
+        """Whether C is A, so that a step cannot raise the loss on A."""
+        return self._c is self._a
+
+    @property
+    def a(self) -> Iterable[Microbatch]:
+        """The micro-batches of A; every iteration loads them anew and may be interleaved with others.
+
+        One that grows is kept as long as the Draw while it is small: a step that is undone passes over it again.
+        """
+        few = self._a.size <= _FEW * self._a.batch_size
+        return self._kept_a if self.grows and few else Stream(self._source, self._a)
+
+    @functools.cached_property
+    def _kept_a(self) -> Sequence[Microbatch]:
+        return list(Stream(self._source, self._a))
+
+    @property
+    def a_in_parts(self) -> Iterable[Microbatch]:
+        """A in at least 16 micro-batches, samples permitting: enough to measure how a loss scatters over them."""
+        size = min(self._a.batch_size, -(-self._a.size // _PARTS))
+        return Stream(self._source, dataclasses.replace(self._a, batch_size=size))
+
+    @functools.cached_property
+    def b(self) -> Sequence[Microbatch]:
+        """The micro-batches of B, loaded at first use."""
+        return list(Stream(self._source, self._b))
+
+    @functools.cached_property
+    def statistics(self) -> Sequence[Microbatch]:
+        """The part of B whose statistics a preconditioner remembers, loaded at first use; all of it unless told."""
+        return self.b if self._statistics is self._b else list(Stream(self._source, self._statistics))
+
+    @functools.cached_property
+    def c(self) -> Sequence[Microbatch]:
+        """The micro-batches of C, loaded at first use; those of B where both are one set."""
+        return self.b if self._c is self._b else list(Stream(self._source, self._c))
+
+    @functools.cached_property
+    def probe(self) -> tuple[Microbatch, Microbatch, Microbatch] | None:
+        """The first samples of A, at most 64, as one batch and as its two halves; None for a single sample.
+
+        Loaded at first use, each sample once: random augmentation cannot tell the halves from the whole.
+        """
+        samples = min(_PROBE_SAMPLES, self._a.batch_size, self._a.size)
+        indices = self._a.indices(range(self._a.start, self._a.start + samples))
+        half = len(indices) // 2
+        if half == 0:
+            return None
+        (parts,) = self._source.load(lambda _: (indices, indices[:half], indices[half:]), range(1))
+        whole, first, second = parts
+        return (
+            Microbatch(whole, len(indices)),
+            Microbatch(first, half),
+            Microbatch(second, len(indices) - half),
+        )
+
+    def warn_if_random(self) -> None:
+        """Load two samples twice, if A is loaded at every pass."""
+        if self.grows:
+            return
+        indices = self._a.indices(range(self._a.start, self._a.start + min(2, self._a.size)))
+        one, another = (next(iter(self._source.load(lambda _: (indices,), range(1)))) for _ in range(2))
+        if not same_values(one, another):
+            warnings.warn(_RANDOM_SAMPLES, stacklevel=6)
+
+
+def _require_integer(name: str, value: object, least: int | None, remedy: str) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ValueError(f"{name} is {value!r}, not an integer. {remedy}")
+    if least is not None and value < least:
+        raise ValueError(f"{name} is {value}, but at least {least} is needed. {remedy}")
+
+
+__all__ = ["Draw", "Microbatch", "Subsets"]
+
+
+class StepSets(Protocol):
+    """A, B and C of one step; each may be passed over several times."""
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        """Samples in "A", "B" and "C", as far as known."""
+        ...
+
+    @property
+    def a(self) -> Iterable[Microbatch]:
+        """The gradient's set."""
+        ...
+
+    @property
+    def a_in_parts(self) -> Iterable[Microbatch]:
+        """The same samples in enough parts to measure how a loss scatters over them."""
+        ...
+
+    @property
+    def b(self) -> Sequence[Microbatch]:
+        """The curvature's set."""
+        ...
+
+    @property
+    def statistics(self) -> Sequence[Microbatch]:
+        """The part of B, or all of it, whose statistics a preconditioner remembers."""
+        ...
+
+    @property
+    def c(self) -> Sequence[Microbatch]:
+        """The search's set."""
+        ...
+
+    @property
+    def probe(self) -> tuple[Microbatch, Microbatch, Microbatch] | None:
+        """A small batch and its two halves, or None where there is no such thing."""
+        ...
+
+    @property
+    def coverage(self) -> float:
+        """The part of all samples that is in A."""
+        ...
+
+    @property
+    def covers_all(self) -> bool:
+        """Whether A is all samples, so that losses on it compare from step to step."""
+        ...
+
+    @property
+    def searches_all(self) -> bool:
+        """Whether C is A, so that a step cannot raise the loss on A."""
+        ...
+
+    @property
+    def grows(self) -> bool:
+        """Whether the sets are few samples, and more are to be had when noise demands them."""
+        ...
+
+
+class FullBatch:
+    """A = B = C: whatever the closure evaluates, as with torch.optim.LBFGS."""
+
+    sizes: Mapping[str, int] = {}
+    b: Sequence[Microbatch] = (Microbatch(None, None),)
+    a = a_in_parts = statistics = c = b
+    probe = None
+    coverage = 1.0
+    covers_all = searches_all = True
+    grows = False
+
+    def draw(self, iteration: int, **_: object) -> FullBatch:
+        """The same at every step; each rank's closure evaluates that rank's samples."""
+        return self

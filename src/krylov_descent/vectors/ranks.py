@@ -1,0 +1,93 @@
+"""What ranks must have in common, and their state put together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from krylov_descent.distributed.comm import Comm
+from krylov_descent.distributed.process_group import gather
+from krylov_descent.distributed.sharded import is_sharded
+from krylov_descent.vectors.parameters import ParameterVector
+
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_EXACT = 1 << 52  # whole numbers below it are exact in float64
+
+
+def require_same(comm: Comm, parameters: ParameterVector, numbers: Sequence[int]) -> None:
+    """All ranks must stand at the same point of the same run.
+
+    Raises:
+        ValueError: they do not; on all of them.
+    """
+    if comm.ranks == 1:
+        return
+    bits = 0
+    for p in parameters.local if not comm.as_parameters else ():  # those in parts differ
+        bits += int(p.detach().contiguous().view(_BITS[p.element_size()]).sum(dtype=torch.int64))
+    own = torch.tensor(
+        [parameters.count, bits % _EXACT, *(n % _EXACT for n in numbers)], dtype=torch.float64, device="cpu"
+    )
+    largest, smallest = comm.max(own), -comm.max(-own)
+    if torch.equal(largest, smallest):
+        return
+    what = ["number of parameters", "values of the parameters", "iteration", "seed", "krylov_dim", "other settings"]
+    differ = [name for name, a, b in zip(what, largest.tolist(), smallest.tolist(), strict=True) if a != b]
+    raise ValueError(
+        f"The ranks do not start from the same state: they differ in {', '.join(differ)}. Build the model from the "
+        "same seed on every rank (torch.manual_seed) or broadcast it from rank 0, give KSD and Subsets the same "
+        "arguments, and load the same checkpoint everywhere. Subsets is given all samples on every rank, and hands "
+        "each its share."
+    )
+
+
+def require_plain(params: Sequence[Tensor]) -> None:
+    """The parameters must be plain tensors, not DTensors, for their state to be gathered.
+
+    Raises:
+        ValueError: some are spread over a mesh.
+    """
+    if any(map(is_sharded, params)):
+        raise ValueError(
+            "The parameters are DTensors, and so is the optimizer's state. Save the model with torch.distributed."
+            "checkpoint, and optimizer.state_dict() with torch.save on each rank, as in docs/scaling.md. Load such a "
+            "checkpoint only if you trust it: its metadata is a pickle."
+        )
+
+
+def gathered(
+    comm: Comm,
+    parameters: ParameterVector,
+    iteration: int,
+    vectors: Mapping[str, Tensor | None],
+    factors: Mapping[str, Tensor],
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Whole vectors [P] and the factors of all ranks, in host memory of rank 0; nothing on other ranks. A collective.
+
+    Raises:
+        ValueError: the parameters are DTensors, or the ranks are not at the same step; on all of them.
+    """
+    require_plain(parameters.params)
+    parts = {name: part for name, part in vectors.items() if part is not None}
+    said = gather(comm, (iteration, sorted(parts), sorted(factors)))
+    if any(other[:2] != said[0][:2] for other in said):
+        raise ValueError(
+            f"The ranks are at iterations {[other[0] for other in said]} and remember {[other[1] for other in said]}: "
+            "save after the same step on every rank."
+        )
+    whole = {}
+    for name, part in parts.items():
+        x = comm.all_gather(part, parameters.numel)
+        if comm.rank == 0:
+            whole[name] = x.cpu()
+    # A rank keeps those inverses that it uses: the first rank after 0 that has one sends it.
+    new = [name for name in factors if not any(name in other[2] for other in said[: comm.rank])]
+    sent = gather(comm, {name: factors[name].cpu() for name in new} if comm.rank else {})
+    if comm.rank:
+        return {}, {}
+    every = {name: x.cpu() for name, x in factors.items()}
+    for of_rank in sent:
+        every |= of_rank
+    return whole, every
