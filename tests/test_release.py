@@ -64,7 +64,7 @@ def test_the_source_distribution_holds_source_tests_and_what_tells_of_them(built
     folders = {name.partition("/")[0] for name in names}
     files = {"README.md", "LICENSE", "CHANGELOG.md", "pyproject.toml", "PKG-INFO", ".gitignore"}
     assert folders == {"src", "tests", *files}
-    assert {"src/krylov_descent/__init__.py", "tests/test_ksd.py"} <= names
+    assert {"src/krylov_descent/__init__.py", "tests/krylov/test_step.py"} <= names
     tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
     if tracked.returncode == 0:
         assert names - {"PKG-INFO"} <= set(tracked.stdout.split())

@@ -1,0 +1,136 @@
+"""Figures: every kind from synthetic runs, the same file from the same runs, and what lies behind the drawing."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("matplotlib")
+
+from experiments.figures import KINDS, Kind, figure
+from experiments.records import LABELS
+from experiments.style import LINES
+
+from experiments import figures
+from tests.drawn import words
+from tests.experiments.synthetic import header, point, write
+
+PHASES = {"ksd": ("gradient", "basis", "search"), "hf": ("gradient", "cg", "backtracking")}
+
+
+def report(method: str, step: int, *, negative: bool) -> dict[str, Any]:
+    ritz = [10.0**k * (-1 if negative and k == -2 else 1) + step * 1e-3 for k in range(-6, 2)]
+    seconds = dict(zip(PHASES[method], (0.2, 0.5, 0.3), strict=True))
+    return {"seconds": seconds, "ritz_values": [*ritz, None, 0.0] if method == "ksd" else []}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """All methods and two seeds on CURVES, one of which diverges; two methods and one seed on a classifier."""
+    folder = tmp_path_factory.mktemp("results")
+    for number, label in enumerate(LABELS):
+        for seed in (0, 1):
+            method = label.partition("-")[0]
+            points = []
+            for i in range(15):
+                given = report(method, i, negative="hessian" in label) if method in PHASES and i else None
+                lost = label == "sgd" and seed == 1 and i > 5
+                loss = None if lost else 50 + 500 * math.exp(-i / (2 + number + seed))
+                points.append(point(i, loss, report=given))
+            write(folder, [header("curves", label, seed), *points, {"kind": "end", "reason": "budget"}])
+    for label in ("ksd", "adam"):
+        errors = [90.0, 9.0, 0.4, 0.0, 0.0]
+        lines = [point(i, 2.0 - 0.1 * i, error=e, held_out_error=e + 1) for i, e in enumerate(errors)]
+        write(folder, [header("mnist-class", label, 0, error_name="classification error, %"), *lines])
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    [
+        ("convergence", ["convergence-curves", "convergence-mnist-class"]),
+        ("held-out", ["held-out-curves", "held-out-mnist-class"]),
+        ("anatomy", ["anatomy-all"]),
+        ("ritz", ["ritz-curves"]),  # the classifier has no reports
+    ],
+)
+def test_every_kind_is_drawn_and_twice_the_same(kind: Kind, names: list[str], results: Path, tmp_path: Path) -> None:
+    first = figure(kind, results, tmp_path / "first")
+    assert [path.name for path in first] == [f"{name}.png" for name in names]
+    for path, again in zip(first, figure(kind, results, tmp_path / "second"), strict=True):
+        assert path.read_bytes().startswith(b"\x89PNG")
+        assert path.read_bytes() == again.read_bytes()
+        assert path.stat().st_size < 60_000
+
+
+def test_one_problem_gives_its_name_to_the_anatomy(results: Path, tmp_path: Path) -> None:
+    assert [path.name for path in figure("anatomy", results, tmp_path, ["curves"])] == ["anatomy-curves.png"]
+    assert figure("anatomy", results, tmp_path, ["mnist-class"]) == []
+
+
+def test_a_figure_is_as_wide_as_a_page(results: Path, tmp_path: Path) -> None:
+    png = figure("convergence", results, tmp_path, ["mnist-class"])[0]
+    assert int.from_bytes(png.read_bytes()[16:20], "big") == 1050  # 7 inches at 150 dots
+
+
+def test_runs_of_one_point_are_no_error(tmp_path: Path) -> None:
+    write(tmp_path, [header("curves", "ksd", 0), point(0, 9.0)])
+    assert figure("convergence", tmp_path, tmp_path) == []
+    write(tmp_path, [header("curves", "hf", 0), point(0, 9.0), point(1, 8.0)])
+    assert len(figure("convergence", tmp_path, tmp_path)) == 1
+    assert len(figure("held-out", tmp_path, tmp_path)) == 1
+
+
+def test_what_is_not_there_is_said(results: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no run of starcraft: there are runs of curves, mnist-class"):
+        figure("ritz", results, tmp_path, ["starcraft"])
+    with pytest.raises(ValueError, match="choose from convergence, held-out, anatomy, ritz"):
+        figure("pie", results, tmp_path)  # type: ignore[arg-type]
+    (tmp_path / "empty").mkdir()
+    for kind in KINDS:
+        with pytest.raises(ValueError, match=r"no runs in .*empty: make one with `python -m experiments run"):
+            figure(kind, tmp_path / "empty", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_anatomy_has_shares_and_the_seconds_of_the_runs_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = words(monkeypatch, figures)
+    # Reports say 0.2, 0.5 and 0.3 s by the wall. On their own clock the runs take 8 and 32 s for 8 steps each, of which
+    # every second was recorded: 2.5 s a step.
+    for seed in (0, 1):
+        points = [
+            point(2 * i, 9.0 - i, seconds=(2 + 6 * seed) * i, report=report("ksd", i, negative=False) if i else None)
+            for i in range(5)
+        ]
+        write(tmp_path, [header("curves", "ksd", seed), *points])
+    figure("anatomy", tmp_path, tmp_path)
+    expected = {"curves, KSD", "20", "50", "30", "2.5 s", "share of the wall time of a step, %"}
+    assert expected <= said["anatomy-curves.png"]
+    assert "at the right: mean seconds of a step (CPU, 1 thread)" in said["anatomy-curves.png"]
+    write(
+        tmp_path,
+        [
+            header("curves", "hf", 0, clock="wall"),
+            *(point(i, 9.0, report=report("hf", i, negative=False)) for i in (0, 1)),
+        ],
+    )
+    figure("anatomy", tmp_path, tmp_path)
+    assert "at the right: mean seconds of a step" in said["anatomy-curves.png"]
+
+
+def test_runs_of_another_budget_are_not_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = words(monkeypatch, figures)
+    for label, budget in (("ksd", "20s"), ("hf", "20s"), ("adam", "5s")):
+        write(tmp_path, [header("curves", label, 0, budget=budget), point(0, 9.0), point(1, 8.0)])
+    figure("convergence", tmp_path, tmp_path)
+    assert {"KSD", "HF"} <= said["convergence-curves.png"]
+    assert "Adam" not in said["convergence-curves.png"]
+
+
+def test_every_method_has_a_look_of_its_own() -> None:
+    assert set(LINES) == set(LABELS)
+    assert len({line.marker for line in LINES.values()}) == len(LABELS)
+    assert len({(line.colour, line.dashes) for line in LINES.values()}) == len(LABELS)
