@@ -13,7 +13,7 @@ Deviations from the code:
 3. A direction with gᵀx > 0 may not raise f: Armijo's bound is then f(θ) itself.
 4. q(x) is what CG knows it to be, φ(x) − ½λ‖x‖², and not another product.
 5. The last of the 60 rates is not evaluated, as it would be rejected in any case.
-6. Where no rule of a layer is exact, diag F is an unbiased estimate (fisher_diagonal.py).
+6. Where no rule of a layer is exact, diag F is an unbiased estimate (krylov_descent/preconditioners/fisher.py).
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """A line search for the strong Wolfe conditions (Nocedal & Wright 2006, algorithms 3.5 and 3.6; "N&W").
 
-The search of bfgs.py takes weak conditions, which suffice for BFGS; conjugate directions need a nearly exact search.
+The search of KSD (krylov_descent/krylov/bfgs.py) takes weak conditions, which suffice for BFGS;
+conjugate directions need a nearly exact search.
 """
 
 from __future__ import annotations

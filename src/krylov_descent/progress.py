@@ -1,4 +1,4 @@
-"""Progress inside a step: the maths counts, a listener shows; ``ProgressBar`` does with tqdm."""
+"""Progress inside a step: the maths counts, a listener shows; ``step_bar`` does so with tqdm."""
 
 from __future__ import annotations
 

@@ -17,15 +17,16 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
-from torch import Tensor, nn
+from torch import Tensor
 
 from krylov_descent.distributed import ProcessGroup
+from krylov_descent.integrations._modes import evaluating
 from krylov_descent.optimizer import KSD
 from krylov_descent.report import Settlement, StepReport
 from krylov_descent.samples.subsets import Subsets
@@ -149,7 +150,7 @@ class KSDModule(LightningModule):
                 stacklevel=2,
             )
         self._sets = sets
-        with _evaluating(self):
+        with evaluating(self):
             report = optimizer.step(self._closure(batch), sets)
         self._log_report(report)
         return {"loss": torch.tensor(report.loss, dtype=torch.float64), "report": report}
@@ -177,7 +178,7 @@ class KSDModule(LightningModule):
         """Judge the last step."""
         super().on_train_end()
         if self._sets is not None:
-            with _evaluating(self):
+            with evaluating(self):
                 self.settlement = _ksd_of(self.trainer).settle(self._closure(self._sets), self._sets)
             self._sets = None
 
@@ -257,15 +258,3 @@ def _ksd_of(trainer: Trainer) -> KSD:
             "KSD(..., process_group=self.process_group) from configure_optimizers."
         )
     return optimizer
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Eval mode for a while; then each module as it was."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode

@@ -27,6 +27,7 @@ from transformers import Trainer
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from krylov_descent.integrations._modes import evaluating
 from krylov_descent.optimizer import KSD
 from krylov_descent.report import StepReport
 from krylov_descent.samples.subsets import Subsets
@@ -181,15 +182,10 @@ class KSDTrainer(Trainer):
             convex = self.convex_outputs(outputs)
             return (loss, convex) if weight is None else (loss, convex, weight)
 
-        modes = [(module, module.training) for module in model.modules()]
-        model.eval()
-        try:
+        with evaluating(model):
             if inputs["sets"] is None:
                 return method(lambda: closure(inputs["batch"]))
             return method(closure, inputs["sets"])
-        finally:
-            for module, mode in modes:
-                module.training = mode
 
 
 def prepare(accelerator: Accelerator, optimizer: KSD) -> KSD:

@@ -1,6 +1,6 @@
 """Candidate points for a search, and the best of them by values of the loss alone.
 
-A subspace may come with candidates (``basis.Starts``); ``Carry`` is what such a subspace adapts from step to step.
+A subspace may come with candidates (``Starts``); ``Carry`` is what such a subspace adapts from step to step.
 """
 
 from __future__ import annotations
@@ -39,35 +39,6 @@ class Carry:
     fell: float = 1.0
 
 
-def best_start(starts: Starts, value: Callable[[Tensor], float], before: float) -> tuple[Tensor, Carry, float] | None:
-    """The best point of the first family that has one below ``before``, what is carried from it, and the loss there."""
-    for family in starts.families:
-        i, lowest = climb(family, value)
-        if lowest < before:
-            return family.points[i], replace(family.then[i], fell=lowest / before if before > 0 else 1.0), lowest
-    return None
-
-
-def climb(family: Family, value: Callable[[Tensor], float]) -> tuple[int, float]:
-    """From the point to look at first as far as the loss falls: towards zero, or else away from it."""
-    seen: dict[int, float] = {}
-
-    def at(i: int) -> float:
-        if not 0 <= i < len(family.points):
-            return math.inf
-        if i not in seen:
-            v = value(family.points[i])
-            seen[i] = v if math.isfinite(v) else math.inf
-        return seen[i]
-
-    i = family.first
-    while i + 1 < len(family.points) and (at(i + 1) < at(i) or math.isinf(at(i))):  # a long step may overflow
-        i += 1
-    while i <= family.first and at(i - 1) < at(i):
-        i -= 1
-    return i, at(i)
-
-
 @dataclass(frozen=True, eq=False)
 class Family:
     """Points in a row, along which the loss is expected to have one minimum.
@@ -96,3 +67,32 @@ class Starts:
     families: tuple[Family, ...]
     otherwise: Carry
     kept: Tensor | None = None
+
+
+def best_start(starts: Starts, value: Callable[[Tensor], float], before: float) -> tuple[Tensor, Carry, float] | None:
+    """The best point of the first family that has one below ``before``, what is carried from it, and the loss there."""
+    for family in starts.families:
+        i, lowest = climb(family, value)
+        if lowest < before:
+            return family.points[i], replace(family.then[i], fell=lowest / before if before > 0 else 1.0), lowest
+    return None
+
+
+def climb(family: Family, value: Callable[[Tensor], float]) -> tuple[int, float]:
+    """From the point to look at first as far as the loss falls: towards zero, or else away from it."""
+    seen: dict[int, float] = {}
+
+    def at(i: int) -> float:
+        if not 0 <= i < len(family.points):
+            return math.inf
+        if i not in seen:
+            v = value(family.points[i])
+            seen[i] = v if math.isfinite(v) else math.inf
+        return seen[i]
+
+    i = family.first
+    while i + 1 < len(family.points) and (at(i + 1) < at(i) or math.isinf(at(i))):  # a long step may overflow
+        i += 1
+    while i <= family.first and at(i - 1) < at(i):
+        i -= 1
+    return i, at(i)
