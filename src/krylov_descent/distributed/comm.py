@@ -159,16 +159,17 @@ def added(comm: Comm, x: float, failure: Exception | None = None) -> float:
     return float(comm.total(torch.tensor(x, dtype=torch.float64, device="cpu"), failure))
 
 
-def attempt(comm: Comm, work: Callable[[], object]) -> Exception | None:
+def attempt(comm: Comm, work: Callable[[], T], results: list[T] | None = None) -> Exception | None:
     """Do what concerns this rank only; with others around, what goes wrong is for the next ``comm.total`` to raise.
 
-    A rank that raised by itself would leave the others waiting for it.
+    A rank that raised by itself would leave the others waiting for it. What ``work`` returns is added to ``results``.
     """
+    results = [] if results is None else results
     if comm.ranks == 1:
-        work()
+        results.append(work())
         return None
     try:
-        work()
+        results.append(work())
     except RankError:
         raise  # known to all
     except Exception as error:
@@ -179,7 +180,7 @@ def attempt(comm: Comm, work: Callable[[], object]) -> Exception | None:
 def together(comm: Comm, work: Callable[[], T]) -> T:
     """Do what concerns this rank only, and return its result; if it fails on one rank, it fails on all."""
     results: list[T] = []
-    failure = attempt(comm, lambda: results.append(work()))
+    failure = attempt(comm, work, results)
     if comm.ranks > 1:
         comm.total(torch.zeros(0, dtype=torch.float64, device="cpu"), failure)
     return results[0]
