@@ -2,7 +2,7 @@
 
 Letters: J [m, P] sketch, ρ [m] with Jᵀρ its part of the gradient, g [P] gradient, λ damping, φ [P] the flow's
 direction, μ momentum, η length of a step along it, α [P] its acceleration, c weight decay. P stands for this rank's
-part of the parameters; ``inner`` completes inner products.
+part of the parameters; ``comm.sum`` completes inner products.
 
 Deviations from the paper:
 
