@@ -105,7 +105,7 @@ def _watching(seen: Found) -> Iterator[None]:
             seen["phases"][name] = {**spent, "seconds": self.laps[name]}
 
     with (
-        mock.patch("krylov_descent.krylov.builder.step.Clock", Metered),
+        mock.patch("krylov_descent.krylov.step.Clock", Metered),
         mock.patch.object(Walk, "begin", counting("lines", Walk.begin)),
         mock.patch.object(GroupComm, "_call", counting("calls", GroupComm._call)),
     ):

@@ -73,7 +73,7 @@ def test_a_run_is_patient_with_steps_that_gather(monitored: bool) -> None:
 def test_a_sketch_beyond_the_memory_at_hand_is_refused_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     model, closure = pinn()
     before = [p.detach().clone() for p in model.parameters()]
-    monkeypatch.setattr("krylov_descent.flow.factored.sketch.at_hand", lambda device: 1000)
+    monkeypatch.setattr("krylov_descent.flow.sketch.at_hand", lambda device: 1000)
     with pytest.raises(ValueError, match=r"more than what may be taken of the 1,000 at hand\. Use basis='krylov'"):
         KSD(model.parameters(), basis="rational").step(closure)
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
