@@ -259,7 +259,8 @@ class KSD(ClosureOptimizer):
         settings = zlib.crc32(f"{self._options.shared()} {decays} {source}".encode())
         require_same(self._comm, parameters, (memory.iteration, memory.seed, self._options.krylov_dim, settings))
         theta = standing(parameters, memory.accepted, memory.d_prev, self._comm)
-        with AsBefore(parameters, theta, self.state), torch.enable_grad(), self._full_precision(), lean_graphs():
+        lean = lean_graphs(parameters.params)
+        with AsBefore(parameters, theta, self.state), torch.enable_grad(), self._full_precision(), lean:
             objective, draw_sets = self._prepare(closure, sets, memory, parameters)
             self._builder.require_room(objective)
             if memory.iteration:
@@ -301,7 +302,8 @@ class KSD(ClosureOptimizer):
         parameters = self._parameters()
         memory = self._remember(parameters)
         theta = standing(parameters, memory.accepted, memory.d_prev, self._comm)
-        with AsBefore(parameters, theta, self.state), torch.enable_grad(), self._full_precision(), lean_graphs():
+        lean = lean_graphs(parameters.params)
+        with AsBefore(parameters, theta, self.state), torch.enable_grad(), self._full_precision(), lean:
             objective, draw_sets = self._prepare(closure, sets, memory, parameters)
             settlement, settled = settle(objective, draw_sets(memory), memory)
             if not settlement.accepted:

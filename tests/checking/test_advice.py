@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -236,6 +237,7 @@ def test_earlier_steps_that_may_not_fit_are_left_out_by_a_budget() -> None:
 
 def test_derivatives_by_torch_func() -> None:
     """They do not tell what graphs hold: nothing to fail for, and a step with either basis goes well."""
+    import_module("krylov_descent.distributed.gathered")  # has hooks of its own, for DTensor parameters alone
     model, x = mlp(2, 6, 1), torch.rand(9, 2, dtype=F64)
 
     def closure() -> tuple[Tensor, Tensor]:

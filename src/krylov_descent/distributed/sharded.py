@@ -6,6 +6,7 @@ A DTensor knows its mesh and its placements; this rank's part of it is a plain t
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeGuard
 
@@ -64,8 +65,10 @@ def holds_first(p: Tensor) -> bool:
     return all(i == 0 for i, placement in zip(at, p.placements, strict=True) if placement.is_shard())
 
 
-def lean_graphs() -> AbstractContextManager[None]:
+def lean_graphs(params: Iterable[Tensor]) -> AbstractContextManager[None]:
     """Inside, graphs keep no whole copy of parameters that are gathered where they are used (gathered.py)."""
     module = sys.modules.get("krylov_descent.distributed.gathered")
-    context: AbstractContextManager[None] = nullcontext() if module is None else module.regathering()
+    if module is None or not any(map(is_sharded, params)):  # torch.func goes with no hook of saved tensors
+        return nullcontext()
+    context: AbstractContextManager[None] = module.regathering()
     return context
