@@ -1,0 +1,259 @@
+"""The sketched Gauss–Newton flow, slow and plain: one gradient per residual and dense solves in float64.
+
+Letters: θ [P] parameters, r [n] outputs, f loss, a function of r, and ½Σcθ² for weight decay c [P], S rows that are
+drawn with chances π, J [m, P] = π^-½ (∂²f/∂r²)^½ ∂r/∂θ of rows S, ρ [m] with Jᵀρ the gradient that they stand for, λ
+damping, φ direction, μ momentum, η length of a step, α acceleration. Outputs have one entry per row, and ∂²f/∂r² is
+diagonal.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Closure = Callable[[], tuple[Tensor, Any]]
+
+
+@dataclass(frozen=True)
+class Carried:
+    """From step to step, by the names of the optimizer's state."""
+
+    damping: float
+    length: float
+    scale: float
+    damped: float
+    lost: float = 0.0
+    waits: float = 0.0
+    rows: float = 0.0
+    longest: float = 0.0
+    fell: float = 1.0
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """Rows S [m] of all outputs, one after the other, and how many times as heavy as in f each is, 1/π [m]."""
+
+    S: Tensor
+    weight: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Dense:
+    """f, g [P], and of all rows r [n], √(∂²f/∂r²) [n], J [n, P] and ρ [n]."""
+
+    f: float
+    g: Tensor
+    r: Tensor
+    root: Tensor
+    J: Tensor
+    rho: Tensor
+
+
+class DenseFlow:
+    """The flow from where the parameters of a closure are; moves them.
+
+    Args:
+        params: θ.
+        closure: → f without decay, and r.
+        rows: m that is asked for.
+        momentum: μ.
+        decay: c of each parameter.
+        bends: whether α is used.
+
+    Attributes:
+        kinds: of all steps: "flow", "gathered" or "damped".
+        accelerated: whether α of each step was believed.
+        carried: to the next step.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[Tensor],
+        closure: Closure,
+        rows: int = 400,
+        momentum: float = 0.9,
+        decay: Sequence[float] | None = None,
+        bends: bool = True,
+    ) -> None:
+        self.params, self.closure, self.momentum, self.bends = list(params), closure, momentum, bends
+        each = [0.0] * len(self.params) if decay is None else decay
+        self.c = torch.cat([p.new_full((p.numel(),), c) for p, c in zip(self.params, each, strict=True)])
+        self.first_rows, self.most_rows = rows, max(rows, min(4 * rows, len(self.c)))
+        self.last: Tensor | None = None  # the last step, or φ if none was taken
+        self.carried: Carried | None = None
+        self.kinds: list[str] = []
+        self.accelerated: list[bool] = []
+
+    @property
+    def theta(self) -> Tensor:
+        return torch.cat([p.detach().reshape(-1) for p in self.params])
+
+    def move(self, theta: Tensor) -> None:
+        with torch.no_grad():
+            at = 0
+            for p in self.params:
+                p.copy_(theta[at : at + p.numel()].reshape(p.shape))
+                at += p.numel()
+
+    def outputs(self) -> tuple[Tensor, list[Tensor]]:
+        loss, z = self.closure()
+        return loss, list(z) if isinstance(z, tuple) else [z]
+
+    def loss(self, theta: Tensor) -> float:
+        """f there; infinite where it is not finite."""
+        here = self.theta
+        self.move(theta)
+        f = float(self.outputs()[0].detach()) + float((self.c * theta.square()).sum()) / 2
+        self.move(here)
+        return f if math.isfinite(f) else math.inf
+
+    def read(self, theta: Tensor) -> Tensor:
+        """r there."""
+        here = self.theta
+        self.move(theta)
+        r = torch.cat([z.detach().reshape(-1) for z in self.outputs()[1]])
+        self.move(here)
+        return r
+
+    def gradient(self, y: Tensor) -> Tensor:
+        found = torch.autograd.grad(y, self.params, retain_graph=True, allow_unused=True, materialize_grads=True)
+        return torch.cat([x.reshape(-1) for x in found])
+
+    def dense(self) -> Dense:
+        loss, outputs = self.outputs()
+        slopes, roots = [], []
+        for z, dz in zip(outputs, torch.autograd.grad(loss, outputs, create_graph=True), strict=True):
+            for i, d in enumerate(dz.reshape(-1)):
+                slopes.append(d.detach())
+                roots.append(torch.autograd.grad(d, z, retain_graph=True)[0].reshape(-1)[i].sqrt())
+        slope, root = torch.stack(slopes), torch.stack(roots)
+        J = torch.stack([self.gradient(e) for z in outputs for e in z.reshape(-1)])
+        r = torch.cat([z.detach().reshape(-1) for z in outputs])
+        g = self.gradient(loss) + self.c * self.theta
+        return Dense(self.loss(self.theta), g, r, root, root[:, None] * J, slope / root)
+
+    def rows_wanted(self) -> int:
+        """m of the next step."""
+        return max(self.first_rows, int(self.carried.rows) if self.carried else 0)
+
+    def step(self, draw: Callable[[Dense], Rows] | None = None) -> None:
+        """One step with the rows that ``draw`` gives; None for all of them."""
+        here, at = self.theta, self.dense()
+        drawn = Rows(torch.arange(len(at.r)), torch.ones_like(at.r)) if draw is None else draw(at)
+        S, heavy = drawn.S, drawn.weight.sqrt()
+        J, rho, u = heavy[:, None] * at.J[S], heavy * at.rho[S], heavy * at.root[S]
+        whole = len(S) == len(at.r)
+        now, longest = self.begin(whole, float(J.square().sum()))
+
+        carried = torch.zeros_like(here) if self.last is None else self.momentum * now.scale * self.last
+        phi = self.minimum(J, rho, carried, here, now.damping)
+        h = now.length
+        q = (u * (self.read(here + h * phi) - at.r)[S] - h * (J @ phi)) * 2 / h**2
+        alpha = self.minimum(J, q, torch.zeros_like(here), torch.zeros_like(here), now.damping)
+        damping = (now.damping + self.c).sqrt()  # the metric in which decay is damping: lengths are of one scale in it
+        believed = bool(q.isfinite().all()) and float(h * (damping * alpha).norm()) <= 2 * float((damping * phi).norm())
+        self.accelerated.append(believed)
+        if not believed or not self.bends:
+            alpha = torch.zeros_like(alpha)
+
+        lengths = [h * 2.0**k for k in range(5, -6, -1) if 2.0**-14 <= h * 2.0**k <= longest]
+        steps = [eta * phi + eta**2 / 2 * alpha for eta in lengths]
+        i, lowest = self.lowest(here, steps, lengths.index(h))
+        if lowest < at.f:
+            eta = lengths[i]
+            factor = 2.0 if eta < 2.0**-8 else 0.5 if eta > 2.0**-6 else 1.0
+            after = replace(now, damping=factor * now.damping, length=eta, scale=max(0.0, 1 / eta - 1), lost=0.0)
+            return self.end("flow", here, steps[i], replace(after, fell=lowest / at.f))
+        shorter = max(h / 2, 2.0**-14)
+        if now.lost < 7:
+            return self.end("gathered", here, None, replace(now, length=shorter, scale=1.0, lost=now.lost + 1), phi)
+        dampings = [now.damped * 3.0**k for k in range(-4, 5)]
+        identity = torch.eye(len(here), dtype=here.dtype)
+        steps = [-torch.linalg.solve(J.T @ J + lam * identity, at.g) for lam in dampings]
+        i, lowest = self.lowest(here, steps, 4)
+        if not lowest < at.f:
+            raise AssertionError("no damped step is better than staying: a search of the subspace would follow")
+        after = replace(now, length=shorter, scale=0.0, lost=0.0, damped=dampings[i], fell=lowest / at.f)
+        return self.end("damped", here, steps[i], after)
+
+    def minimum(self, J: Tensor, rho: Tensor, carried: Tensor, pulled: Tensor, lam: float) -> Tensor:
+        """argmin over φ of ‖Jφ + ρ‖² + λ‖φ − carried‖² + Σc(φ + pulled)², of its rows one under the other."""
+        identity, c = torch.eye(len(carried), dtype=carried.dtype), self.c.sqrt()
+        A = torch.cat([J, lam**0.5 * identity, c[:, None] * identity])
+        b = torch.cat([-rho, lam**0.5 * carried, -c * pulled])
+        found: Tensor = torch.linalg.lstsq(A, b[:, None], driver="gels").solution[:, 0]
+        return found
+
+    def lowest(self, here: Tensor, steps: Sequence[Tensor], first: int) -> tuple[int, float]:
+        """Which step is the lowest, and f there: shorter ones than the first as long as f falls, or else longer ones.
+
+        Shorter ones, too, as long as f is infinite.
+        """
+        f = [self.loss(here + d) for d in steps]
+        i = first
+        while i + 1 < len(f) and (f[i + 1] < f[i] or math.isinf(f[i])):
+            i += 1
+        if i == first:
+            while i > 0 and f[i - 1] < f[i]:
+                i -= 1
+        return i, f[i]
+
+    def begin(self, whole: bool, trace: float) -> tuple[Carried, float]:
+        """What is carried to this step within its bounds, and the longest η."""
+        longest = 2.0 if whole else self.longest_piece()
+        least = 1e-14 if whole else 1e-18
+        now = self.carried
+        if now is None:
+            now = Carried(1e-6 * trace, min(0.5, longest), 0.0, 1e-3 * trace)
+        else:
+            length = now.length
+            while length > longest:
+                length /= 2
+            damping = min(max(now.damping, least * trace), 1e-5 * trace)
+            now = replace(now, damping=damping, damped=min(max(now.damped, 1e-12 * trace), 100 * trace), length=length)
+        if whole:
+            return replace(now, longest=0.0), longest
+        waits, rows = 0.9 * now.waits + 0.1 * (now.lost > 0), self.rows_wanted()
+        if waits > 0.25 and rows < self.most_rows:
+            now = replace(now, rows=min(round(1.5 * rows), self.most_rows))
+            waits = 0.0
+        return replace(now, waits=waits, longest=longest), longest
+
+    def longest_piece(self) -> float:
+        """An eighth, and up to a half where the longest was followed and f fell nearly as (1 − η)² says."""
+        now = self.carried
+        if now is None:
+            return 1 / 8
+        longest = max(now.longest, 1 / 8)
+        followed = now.lost == 0 and 2 * now.length > longest
+        said = (1 - min(now.length, 1 / 2)) ** 2  # all rows may have been followed further
+        if followed and math.log(now.fell) <= 0.85 * math.log(said):
+            return min(1.26 * longest, 1 / 2)
+        return max(longest / 2, 1 / 8)
+
+    def end(self, kind: str, here: Tensor, d: Tensor | None, after: Carried, gathered: Tensor | None = None) -> None:
+        self.kinds.append(kind)
+        self.carried = after
+        self.last = gathered if d is None else d
+        if d is not None:
+            self.move(here + d)
+
+
+def chances(size: Tensor, s: int) -> Tensor:
+    """π [n] of s rows, by how much of f hangs on each: s/n, or more of those far above the mean; at most 1.
+
+    What rows would have beyond 1 is for the others, in proportion to what they have.
+    """
+    share = [max(1 / len(size), float(x) / (4 * float(size.sum()))) for x in size]
+    sure: set[int] = set()
+    while True:
+        others = sum(x for i, x in enumerate(share) if i not in sure)
+        pi = [1.0 if i in sure else x * (s - len(sure)) / others for i, x in enumerate(share)]
+        if max(pi) <= 1:
+            return torch.tensor(pi, dtype=size.dtype)
+        sure |= {i for i, x in enumerate(pi) if x > 1}

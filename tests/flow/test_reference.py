@@ -1,0 +1,211 @@
+"""The flow, step by step, is that of dense algebra: direction, bend, lengths, dampings, and what is carried along."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from krylov_descent import KSD, Rational
+from krylov_descent.flow.sketch import Sketch, Sketcher
+from krylov_descent.objective.objective import Objective
+from krylov_descent.report import StopReason
+from krylov_descent.samples.subsets import Microbatch
+from tests.flow.reference import Dense, DenseFlow, Rows, chances
+from tests.least_squares import F64, Closure, mlp, pinn
+
+Problem = Callable[[], tuple[nn.Module, Closure]]
+CLOSE = 1e-8  # relative
+
+
+def curve(points: int, frequency: float, spike: float = 0.0) -> Problem:
+    """A sine by a small network; one of its points may be far off."""
+
+    def problem() -> tuple[nn.Module, Closure]:
+        model, x = mlp(1, 6, 1), torch.linspace(-1, 1, points, dtype=F64)[:, None]
+        y = torch.sin(frequency * x)
+        y[points // 4] += spike
+
+        def closure() -> tuple[Tensor, Tensor]:
+            r = model(x) - y
+            return r.square().mean(), r
+
+        return model, closure
+
+    return problem
+
+
+few_points, spiked, smooth = curve(12, 4.0), curve(40, 4.0, 6.0), curve(40, 2.0)
+
+
+def noise() -> tuple[nn.Module, Closure]:
+    """Near the best fit of what is mostly noise: a few rows want to fit theirs, and the flow leads nowhere."""
+    torch.manual_seed(0)
+    model, x = nn.Linear(8, 1, bias=False).double(), torch.randn(24, 8, dtype=F64)
+    y = x.sum(1, keepdim=True) + torch.randn(24, 1, dtype=F64)
+    best = torch.linalg.lstsq(x, y).solution
+    with torch.no_grad():
+        model.weight.copy_(best.T).add_(0.1)
+
+    def closure() -> tuple[Tensor, Tensor]:
+        z = model(x)
+        r = z + 0.3 * (z - x @ best).square() - y
+        return r.square().mean(), r
+
+    return model, closure
+
+
+def flat(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat([x.detach().reshape(-1) for x in tensors])
+
+
+def apart(x: Tensor, y: Tensor) -> float:
+    return float((x - y).norm() / y.norm())
+
+
+def observed(sketch: Sketch, at: Dense) -> Rows:
+    """Which rows a sketch has, told by their directions, and how heavy they are; they are what their chances say."""
+    found, rows = (torch.cat([J, rho[:, None]], 1) for J, rho in ((sketch.J, sketch.rho), (at.J, at.rho)))
+    S = (nn.functional.normalize(found) @ nn.functional.normalize(rows).T).argmax(1)
+    assert len(set(S.tolist())) == len(S)
+    pi = chances((at.root * at.rho).square(), len(S))
+    torch.testing.assert_close(found, pi[S].rsqrt()[:, None] * rows[S], rtol=CLOSE, atol=CLOSE * float(found.norm()))
+    return Rows(S, 1 / pi[S])
+
+
+class Side:
+    """The optimizer and the reference side by side, each with a copy of a problem.
+
+    Attributes:
+        path: θ after each step of the optimizer.
+        damping, length: λ and η after each.
+    """
+
+    def __init__(self, problem: Problem, rows: int, momentum: float, decay: Sequence[float] = ()) -> None:
+        self.model, self.closure = problem()
+        copy, closure = problem()
+        params = list(self.model.parameters())
+        c = decay or [0.0] * len(params)
+        groups = [{"params": [p], "weight_decay": x} for p, x in zip(params, c, strict=True)]
+        self.optimizer = KSD(groups, basis=Rational(rows=rows, momentum=momentum))
+        self.reference = DenseFlow(list(copy.parameters()), closure, rows, momentum, c)
+        self.path: list[Tensor] = []
+        self.damping: list[float] = []
+        self.length: list[float] = []
+
+    def follow(self, steps: int, sketches: list[Sketch]) -> Side:
+        """So many steps of both, which agree after each."""
+        params, reference = list(self.model.parameters()), self.reference
+        state = self.optimizer.state
+        for k in range(steps):
+            wanted = reference.rows_wanted()
+            report = self.optimizer.step(self.closure)
+            sketch = sketches[-1]
+            reference.step(None if sketch.whole else partial(observed, sketch))
+            assert sketch.whole or len(sketch.J) == wanted
+            theta, numbers = flat(params), state[params[0]]
+            assert apart(theta, reference.theta) < CLOSE, k
+            assert reference.carried is not None
+            for name, x in vars(reference.carried).items():
+                assert numbers[name] == pytest.approx(x, rel=CLOSE, abs=0), (k, name)
+            assert reference.last is not None
+            assert apart(flat([state[p]["d_prev"] for p in params]), reference.last) < CLOSE, k
+            assert (report.stop_reason is StopReason.GATHERING) == (reference.kinds[-1] == "gathered")
+            self.path.append(theta)
+            self.damping.append(numbers["damping"])
+            self.length.append(numbers["length"])
+        return self
+
+
+@pytest.fixture
+def sketches(monkeypatch: pytest.MonkeyPatch) -> list[Sketch]:
+    """All that are drawn."""
+    found: list[Sketch] = []
+    draw = Sketcher.draw
+
+    def watched(self: Sketcher, objective: Objective, batches: Sequence[Microbatch], key: Sequence[int]) -> Sketch:
+        found.append(draw(self, objective, batches, key))
+        return found[-1]
+
+    monkeypatch.setattr(Sketcher, "draw", watched)
+    return found
+
+
+@pytest.mark.parametrize("problem", [few_points, pinn], ids=["fit", "pinn"])
+def test_steps_with_all_rows(problem: Problem, sketches: list[Sketch]) -> None:
+    """Without momentum the path is another one, from the second step on."""
+    sides = [Side(problem, 400, momentum).follow(10, sketches) for momentum in (0.9, 0.0)]
+    assert all(sketch.whole for sketch in sketches)
+    torch.testing.assert_close(sides[0].path[0], sides[1].path[0])
+    assert apart(sides[0].path[1], sides[1].path[1]) > 1e-3
+    for side in sides:
+        assert len(set(side.length)) > 3
+        assert len(set(side.damping)) > 2
+        assert side.reference.accelerated.count(True) > 3
+        assert not all(side.reference.accelerated)  # too much of a bend to be believed
+        gathered = [k for k, kind in enumerate(side.reference.kinds) if kind == "gathered"]
+        assert bool(gathered) == (problem is pinn)
+        for k in gathered:
+            assert torch.equal(side.path[k], side.path[k - 1])
+            assert side.length[k] == side.length[k - 1] / 2
+
+
+@pytest.mark.parametrize(("problem", "rows"), [(spiked, 10), (smooth, 12)], ids=["spiked", "smooth"])
+def test_steps_with_rows_that_were_drawn(problem: Problem, rows: int, sketches: list[Sketch]) -> None:
+    sides = [Side(problem, rows, momentum).follow(10, sketches) for momentum in (0.9, 0.0)]
+    assert not any(sketch.whole for sketch in sketches)
+    assert apart(sides[0].path[1], sides[1].path[1]) > 1e-3
+    if problem is smooth:
+        assert max(sides[0].length) > 0.125  # where the loss falls as the flow says
+    else:
+        assert min(sides[0].length) < 2.0**-8  # where λ grows
+
+
+def test_the_bend_of_the_flow_matters(sketches: list[Sketch]) -> None:
+    side = Side(few_points, 400, 0.9).follow(8, sketches)
+    model, closure = few_points()
+    straight = DenseFlow(list(model.parameters()), closure, bends=False)
+    for _ in range(8):
+        straight.step()
+    assert apart(side.path[-1], straight.theta) > 1e-3
+
+
+@pytest.mark.parametrize("decay", [(1e-3,) * 4, (1e-3, 0.0, 1e-2, 0.0)], ids=["even", "groups"])
+@pytest.mark.parametrize("rows", [400, 8], ids=["all", "some"])
+def test_steps_with_weight_decay(decay: Sequence[float], rows: int, sketches: list[Sketch]) -> None:
+    side = Side(few_points, rows, 0.9, decay).follow(8, sketches)
+    assert apart(side.path[0], Side(few_points, rows, 0.9).follow(1, sketches).path[0]) > 1e-3
+
+
+def test_steps_that_gather_and_damped_steps(sketches: list[Sketch]) -> None:
+    """Seven steps in a row stay where they are, then one is damped; sketches grow meanwhile."""
+    side = Side(noise, 2, 0.9).follow(22, sketches)
+    kinds, path = side.reference.kinds, side.path
+    assert set(kinds) == {"flow", "gathered", "damped"}
+    at = kinds.index("damped")
+    assert kinds[at - 7 : at] == ["gathered"] * 7
+    assert all(torch.equal(path[k], path[at - 8]) for k in range(at - 7, at))
+    assert apart(path[at], path[at - 1]) > 1e-3
+    assert "flow" in kinds[at:]
+    assert sorted({len(sketch.J) for sketch in sketches}) == [2, 3, 4, 6]
+
+
+@pytest.mark.parametrize(("problem", "rows"), [(curve(12, 1.0), 12), (smooth, 5)], ids=["all", "some"])
+@pytest.mark.parametrize(
+    "numbers",
+    [{"damping": 1e9, "damped": 1e9}, {"damping": 1e-30, "damped": 1e-30}, {"length": 8.0}],
+    ids=["most", "least", "longest"],
+)
+def test_what_is_carried_is_bounded(
+    problem: Problem, rows: int, numbers: dict[str, float], sketches: list[Sketch]
+) -> None:
+    side = Side(problem, rows, 0.9).follow(1, sketches)
+    reference = side.reference
+    assert reference.carried is not None
+    side.optimizer.state[next(side.model.parameters())].update(numbers)
+    reference.carried = replace(reference.carried, **numbers)
+    side.follow(2, sketches)
