@@ -70,3 +70,24 @@ def test_where_the_model_is_wrong_the_loss_is_searched() -> None:
     assert report.search_loss_after < report.search_loss_before
     with pytest.raises(ValueError, match=r"Search\(model=2\): must be in"):
         Search(model=2)
+
+
+def test_the_model_of_several_krylov_vectors_has_the_slope_of_A() -> None:
+    """Products are written over the gradient while the basis is built; the model needs it as it was."""
+    x, y = regression(400, 0.5)
+    model = nn.Linear(12, 2).double()
+    before, sets = theta(model), Subsets((x, y), batch_size=400, fraction=0.25, seed=0)
+    optimizer = KSD(model.parameters(), krylov_dim=4, preconditioner=None, search=Search(model=0.01))
+    report = optimizer.step(closure_of(model), sets)
+    assert report.stop_reason is StopReason.MODEL
+    ((b, _),) = [batch.data for batch in sets.draw(0, krylov_dim=4).b]
+
+    def flat(slopes: Tensor, inputs: Tensor) -> Tensor:
+        return torch.cat([(slopes.T @ inputs).reshape(-1), slopes.sum(0)])
+
+    r = x @ before[:24].view(2, 12).T + before[24:] - y
+    g = 2 * flat(r, x) / r.numel()
+    V = optimizer.basis()
+    JV = torch.stack([b @ v[:24].view(2, 12).T + v[24:] for v in V])
+    H = 2 * torch.einsum("imo,jmo->ij", JV, JV) / JV[0].numel()
+    torch.testing.assert_close(theta(model) - before, -V.T @ torch.linalg.solve(H, V @ g), rtol=1e-8, atol=1e-10)

@@ -15,7 +15,7 @@ from krylov_descent.distributed import Comm, SingleProcess
 from krylov_descent.krylov.basis import Subspace, Turn
 from krylov_descent.krylov.candidates import Carry, Family, Starts
 from krylov_descent.krylov.memory import Memory
-from krylov_descent.krylov.search import search_subspace
+from krylov_descent.krylov.search import search_subspace, whiten
 from krylov_descent.krylov.step import Settings, ksd_step
 from krylov_descent.objective.closure import Evaluation
 from krylov_descent.objective.objective import Objective
@@ -181,3 +181,8 @@ def test_a_builder_from_outside() -> None:
     assert memory.iteration == 1
     assert memory.d_prev is not None
     torch.testing.assert_close(memory.d_prev, torch.tensor([-3.0, -4.0], dtype=F64))
+
+
+def test_the_floor_of_an_all_negative_matrix_is_that_of_its_largest_magnitude() -> None:
+    C = whiten(torch.diag(torch.tensor([-1.0, -4.0], dtype=torch.float64)), 0.1)
+    torch.testing.assert_close(C @ C.T, 0.4 * torch.eye(2, dtype=torch.float64))

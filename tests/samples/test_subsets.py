@@ -611,3 +611,14 @@ def test_rejects_data_that_cannot_be_indexed_by_sample(data: Any, message: str) 
 def test_draw_rejects_arguments_out_of_range(iteration: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Subsets(torch.arange(10), batch_size=4, seed=0).draw(iteration, **options)
+
+
+def test_a_in_parts_has_enough_of_them_to_scatter_and_none_beyond_the_batch_size() -> None:
+    for size, fraction, batch_size in ((400, 0.5, 100), (400, 0.5, 4), (10, 0.9, 100)):
+        draw = Subsets(torch.arange(size), batch_size=batch_size, gradient_fraction=fraction, seed=0).draw(
+            3, krylov_dim=5
+        )
+        parts = [part.data for part in draw.a_in_parts]
+        assert sorted(torch.cat(parts).tolist()) == sorted(torch.cat([part.data for part in draw.a]).tolist())
+        assert max(map(len, parts)) <= batch_size
+        assert len(parts) >= min(9, draw.sizes["A"])
