@@ -8,7 +8,6 @@ import pkgutil
 import re
 from pathlib import Path
 
-import experiments
 import pytest
 import torch
 
@@ -18,8 +17,7 @@ ROOT = Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").glob("*.md")])
 MODULES = sorted(
     m.name
-    for package in (krylov_descent, experiments)
-    for m in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
+    for m in pkgutil.walk_packages(krylov_descent.__path__, "krylov_descent.")
     # The integrations' own tests run their examples, with the warnings of their frameworks filtered.
     if not m.name.endswith("__main__") and ".integrations." not in m.name
 )
@@ -78,43 +76,3 @@ def test_paper_map_names_what_exists() -> None:
     for name in re.findall(r"`(_?[A-Za-z]+(?:_[a-z]+)*(?:\.\w+)?)`", text):
         if not name.endswith(".py") and name not in ("PAPER", "weight_decay"):
             assert re.search(rf"(def|class) {re.escape(name.split('.')[-1])}\b", source), name
-
-
-def test_the_tables_of_the_experiments_are_those_of_the_results() -> None:
-    """``python -m experiments table --into docs/experiments.md`` was run after the last change of results."""
-    from experiments.__main__ import MARKS
-    from experiments.table import table
-
-    page = (ROOT / "docs" / "experiments.md").read_text()
-    inside = page.partition(MARKS[0])[2].partition(MARKS[1])[0]
-    assert inside.strip() == table(ROOT / "results").strip()
-
-
-def test_the_tables_of_the_physics_informed_networks_are_those_of_the_results() -> None:
-    """``python -m experiments pinn table --into docs/pinn.md`` was run after the last change of results."""
-    from experiments.pinn.commands import MARKS
-    from experiments.pinn.table import table
-
-    page = (ROOT / "docs" / "pinn.md").read_text()
-    inside = page.partition(MARKS[0])[2].partition(MARKS[1])[0]
-    assert inside.strip() == table(ROOT / "results").strip()
-
-
-def test_the_tables_of_deep_networks_are_those_of_the_results() -> None:
-    """``python -m experiments deep table --into docs/deep.md`` was run after the last change of results."""
-    from experiments.deep.commands import MARKS
-    from experiments.deep.table import table
-
-    page = (ROOT / "docs" / "deep.md").read_text()
-    inside = page.partition(MARKS[0])[2].partition(MARKS[1])[0]
-    assert inside.strip() == table(ROOT / "results" / "deep").strip()
-
-
-def test_the_table_of_what_was_tried_is_that_of_the_results() -> None:
-    """``python -m reliability table --into docs/reliability.md`` was run after the last change of results."""
-    from reliability.__main__ import MARKS
-    from reliability.tables import table
-
-    page = (ROOT / "docs" / "reliability.md").read_text()
-    inside = page.partition(MARKS[0])[2].partition(MARKS[1])[0]
-    assert inside.strip() == table(ROOT / "results" / "reliability").strip()

@@ -20,6 +20,8 @@ import torch
 
 from krylov_descent import KSD
 
+pytestmark = pytest.mark.nightly
+
 EXAMPLES = Path(__file__).parent.parent / "examples"
 TINY = ("--seconds", "0.05", "--max-steps", "2")
 

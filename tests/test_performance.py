@@ -90,6 +90,7 @@ def test_a_step_takes_the_passes_it_reports_and_no_more() -> None:
     assert bare < ours < 1.15 * bare
 
 
+@pytest.mark.nightly
 def test_times() -> None:
     """Twice the hand-written time would be a loop in Python, a graph rebuilt, a check that runs every time."""
     problem = dense("autoencoder", 1000)
@@ -112,11 +113,13 @@ def test_times() -> None:
     assert ratio(seconds["pass"], seconds["bare pass"]).median < 1.8
 
 
+@pytest.mark.nightly
 def test_memory_is_V_and_about_eight_vectors() -> None:
     points = [growth.point(P=P, K=5, N=20, batch_size=2, steps=3, for_memory=True) for P in (1_000_000, 4_000_000)]
     assert 7 < growth.vectors(points) - 5 < 8.5
 
 
+@pytest.mark.nightly
 def test_a_rational_step_takes_a_few_times_the_memory_of_its_sketch() -> None:
     found = rational.point(n=8_000, rows=600, points=700)
     assert found["m"] >= 600

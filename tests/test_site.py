@@ -18,6 +18,8 @@ import pytest
 
 import krylov_descent
 
+pytestmark = pytest.mark.nightly
+
 pytest.importorskip("myst_nb")  # the extra "docs"
 
 ROOT = Path(__file__).parent.parent

@@ -473,6 +473,7 @@ def test_memory_and_the_line_that_fits() -> None:
     assert failed(check(closure, model, sets(), available_memory=1000)) == {"memory"}
 
 
+@pytest.mark.nightly
 def test_time_is_estimated_within_a_factor_of_three() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(200, 300), nn.Tanh(), nn.Linear(300, 10))

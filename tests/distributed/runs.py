@@ -107,6 +107,13 @@ def scattered(group: Any) -> list[float]:
     return [float((y - comm.ranks / 3).abs().max()) for y in sums]
 
 
+def added_up(group: Any) -> float:
+    """256 of rank 0 and 1 of each other rank, which bfloat16 has, added over a bfloat16 wire."""
+    comm = GroupComm(group, torch.bfloat16)
+    x = torch.full((10,), 256.0 if comm.rank == 0 else 1.0)
+    return float(comm.reduce_scatter(x).max())
+
+
 def wrapped(group: Any) -> None:
     """A model wrapped as one does for other optimizers."""
     model = nn.parallel.DistributedDataParallel(model_of("mlp", torch.float64), process_group=group)

@@ -47,6 +47,7 @@ def test_any_number_of_ranks_to_any_other(tmp_path: Path) -> None:
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]  # nothing is left of a save
 
 
+@pytest.mark.nightly
 def test_restarts_join_and_go_on(tmp_path: Path) -> None:
     command = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1", "-m", WORKER]
     done = subprocess.run(

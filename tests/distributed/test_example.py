@@ -16,6 +16,8 @@ import numpy as np
 import pytest
 import torch
 
+pytestmark = pytest.mark.nightly
+
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "distributed_mnist.py"
 VARIABLE = "KRYLOV_DESCENT_DATA"

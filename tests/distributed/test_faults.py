@@ -23,6 +23,7 @@ DELAY = float(os.environ.get("KRYLOV_DESCENT_TEST_DELAY", "1"))
 TIMEOUT = 4.0
 
 
+@pytest.mark.nightly
 def test_all_wait_for_one_that_is_late(pool: Pool) -> None:
     prompt = pool.run(R, fault_runs.delayed, 0.0)
     for late in pool.run(R, fault_runs.delayed, DELAY):
@@ -30,7 +31,14 @@ def test_all_wait_for_one_that_is_late(pool: Pool) -> None:
             assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize(("loader", "fraction"), [(False, 0.2), (False, 0.04), (True, 0.2)])
+@pytest.mark.parametrize(
+    ("loader", "fraction"),
+    [
+        (False, 0.2),
+        pytest.param(False, 0.04, marks=pytest.mark.nightly),
+        pytest.param(True, 0.2, marks=pytest.mark.nightly),
+    ],
+)
 def test_what_raises_on_one_rank_raises_on_all(pool: Pool, loader: bool, fraction: float) -> None:
     steps = 3 if fraction == 0.2 else 6
     results = pool.run(R, fault_runs.raising, loader, fraction, steps)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 from benchmarks import ranks
 
+pytestmark = pytest.mark.nightly
+
 K = 5
 SIZES = (1_000_000, 4_000_000)
 

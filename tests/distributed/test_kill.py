@@ -5,12 +5,15 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+import pytest
 import torch
 from reliability.training import Death, Plan
 
 from krylov_descent import KSD, checkpoint
 from tests.distributed import kill_loop
 from tests.distributed.runs import model_of
+
+pytestmark = pytest.mark.nightly
 
 
 def test_killed_in_the_search_and_in_a_save_it_ends_as_if_left_alone(tmp_path: Path) -> None:

@@ -83,7 +83,9 @@ def inverses(factors: Mapping[str, Tensor]) -> set[str]:
     return {name for name in factors if name.endswith("_inverse")}
 
 
-@pytest.mark.parametrize(("R", "start"), [(1, 60), (2, 60), (3, 60), (2, 300)])  # 300 is all: there are earlier steps
+@pytest.mark.parametrize(
+    ("R", "start"), [(1, 60), (2, 60), pytest.param(3, 60, marks=pytest.mark.nightly), (2, 300)]
+)  # 300 is all: there are earlier steps
 def test_a_resumed_run_takes_the_same_steps(pool: Pool, tmp_path: Path, R: int, start: int) -> None:
     work = functools.partial(run, start=start)
     path = tmp_path / "run.safetensors"
@@ -102,7 +104,7 @@ def test_a_resumed_run_takes_the_same_steps(pool: Pool, tmp_path: Path, R: int, 
         assert all(torch.equal(x, c["factors"][name]) for name, x in a["factors"].items())
 
 
-@pytest.mark.parametrize("start", [60, 300])
+@pytest.mark.parametrize("start", [60, pytest.param(300, marks=pytest.mark.nightly)])
 def test_on_another_number_of_ranks(pool: Pool, tmp_path: Path, start: int) -> None:
     """The state is the same to the bit. A step from it is not: estimates outside of layers depend on micro-batches."""
     work = functools.partial(run, start=start)

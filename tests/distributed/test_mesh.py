@@ -22,6 +22,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from krylov_descent import DEEP, KSD, Search, Subsets, checkpoint
 from krylov_descent.distributed.gathered import all_rows, own_rows, shard_at_rest
+from krylov_descent.distributed.mesh import MeshComm
 from tests.distributed.pool import Pool, RanksFailedError
 
 Placing = Callable[[str, str], list[Placement]]
@@ -116,7 +117,19 @@ def all_errors(group: Any) -> dict[str, float]:
     return {**found, "first vector": 1e-3 * error_of(group, "mixed", previous="e1")}
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+def there_and_back(group: Any) -> float:
+    """How far a vector is off that was cut among four ranks which hold it alike, and put together again."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    p = distribute_tensor(torch.arange(10.0), mesh, [Replicate(), Replicate()])
+    comm, x = MeshComm([p], [10]), torch.arange(10.0)
+    return float((comm.all_gather(comm.shard(x), 10) - x).abs().max())
+
+
+def test_what_ranks_hold_alike_is_put_together_in_order(pool: Pool) -> None:
+    assert pool.run(4, there_and_back) == [0.0] * 4
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.nightly)])
 def test_steps_are_those_of_one_process(pool: Pool, ranks: int) -> None:
     for found in pool.run(ranks, all_errors):
         assert max(found.values()) < 1e-10, found

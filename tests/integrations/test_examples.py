@@ -10,6 +10,8 @@ from pathlib import Path
 import matplotlib.image
 import pytest
 
+pytestmark = pytest.mark.nightly
+
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 
 

@@ -7,10 +7,11 @@ from experiments.curves import curves
 
 from tests.krylov.convergence import SEEDS, ksd, lbfgs
 
+pytestmark = pytest.mark.nightly
+
 BUDGET = 60  # gradients over the data set
 
 
-@pytest.mark.slow
 def test_ksd_is_ahead_of_lbfgs_and_needs_the_previous_direction() -> None:
     images = curves(2000, seed=0)
     # The recipe's own figures: mean pixel 0.052 (20,000 images), values on an 8-bit grid.

@@ -328,6 +328,7 @@ def test_sample_gradients_are_counted_as_documented() -> None:
         assert report.set_sizes == {"A": 100, "B": 20, "C": 20}
 
 
+@pytest.mark.nightly
 def test_two_hundred_steps_leave_nothing_behind() -> None:
     def live() -> int:
         gc.collect()

@@ -19,6 +19,8 @@ from krylov_descent import KSD, checkpoint
 from krylov_descent.safety.checksum import KEY, checksum
 from reliability import corruption, malice
 
+pytestmark = pytest.mark.nightly
+
 OPTIONS = [Options.drawn(random.Random(seed)) for seed in (1, 2, 3)]
 
 

@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from krylov_descent import KSD, Rational, Subsets
 from krylov_descent.objective.objective import relative_noise
 
+pytestmark = pytest.mark.nightly
+
 #: More of them by the environment.
 SEEDS = range(int(os.environ.get("KRYLOV_DESCENT_TEST_SEEDS", "6")))
 STEPS = 5

@@ -16,6 +16,8 @@ import pytest
 import krylov_descent
 from tests.reliability.atomic_world import KINDS, World, difference, ready
 
+pytestmark = pytest.mark.nightly
+
 SOURCE = str(Path(krylov_descent.__file__).parent)
 #: Interrupts of each kind, for each basis and each kind of data.
 TRIALS = int(os.environ.get("KRYLOV_DESCENT_TEST_INTERRUPTS", "15"))

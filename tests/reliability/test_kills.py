@@ -12,6 +12,8 @@ from reliability.training import Plan, built, loaded, train
 from krylov_descent import checkpoint
 from reliability import kills
 
+pytestmark = pytest.mark.nightly
+
 
 @pytest.mark.parametrize(
     ("case", "seed"),

@@ -21,6 +21,8 @@ from torch import Tensor, nn
 from krylov_descent import KSD, Search, StopReason, Subsets
 from krylov_descent.krylov.search import whiten
 
+pytestmark = pytest.mark.nightly
+
 PROBLEMS = st.builds(Problem, **{name: st.sampled_from(values) for name, values in CHOICES.items()})
 PLAIN = Problem(**{name: values[0] for name, values in CHOICES.items()})
 

@@ -12,6 +12,8 @@ from reliability.records import appending, read
 
 from reliability import soak
 
+pytestmark = pytest.mark.nightly
+
 
 @pytest.mark.parametrize("number", range(2))
 def test_a_hundredth_of_a_long_run(number: int) -> None:

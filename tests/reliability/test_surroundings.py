@@ -19,6 +19,8 @@ from torch.utils.data import Dataset
 from krylov_descent import KSD, Rational, Subsets
 from krylov_descent.objective.precision import reduced, warn_if_reduced
 
+pytestmark = pytest.mark.nightly
+
 BASES: dict[str, Any] = {"krylov": "krylov", "rational": Rational(rows=60)}
 
 

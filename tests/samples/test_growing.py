@@ -344,7 +344,7 @@ def test_statistics_leave_the_doublings_of_b_out() -> None:
 
 
 @pytest.mark.parametrize("start", [50, 500])  # with 500, A has all samples, and steps before the last are remembered
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.nightly)])
 def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(dtype: torch.dtype, start: int) -> None:
     data = regression(500, 2.0, dtype)
 
