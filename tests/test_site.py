@@ -18,7 +18,7 @@ import pytest
 
 import krylov_descent
 
-pytestmark = pytest.mark.nightly
+pytestmark = [pytest.mark.nightly, pytest.mark.xdist_group("site")]  # the site is built once
 
 pytest.importorskip("myst_nb")  # the extra "docs"
 
