@@ -14,16 +14,19 @@ from krylov_descent import KSD, Subsets
 from krylov_descent.distributed import SingleProcess
 from krylov_descent.krylov.acceptance import _standard_error, better_before, loss_taken
 from krylov_descent.objective.objective import BatchLosses, Objective
+from krylov_descent.samples.subsets import Draw
 from krylov_descent.vectors.parameters import ParameterVector
 
 F64 = torch.float64
 
 
-def quadratic(targets: Tensor) -> tuple[nn.Parameter, Objective]:
-    """f = mean (w − t)² over the samples t."""
-    w = nn.Parameter(torch.zeros(1, dtype=F64))
+def at_one() -> tuple[nn.Parameter, Objective, Draw]:
+    """f = mean (w − t)² over forty samples t = 0, at w = 1, and sets of these."""
+    w = nn.Parameter(torch.ones(1, dtype=F64))
     parameters = ParameterVector([{"params": [w], "weight_decay": 0.0}])
-    return w, Objective(lambda t: (w - t).square().mean(), parameters, SingleProcess())
+    sets = Subsets(torch.zeros(40, 1, dtype=F64), batch_size=10, fraction=0.25, seed=0)
+    objective = Objective(lambda t: (w - t).square().mean(), parameters, SingleProcess())
+    return w, objective, sets.draw(0, krylov_dim=2)
 
 
 def losses(values: Iterable[float], weights: Iterable[float]) -> BatchLosses:
@@ -36,7 +39,7 @@ def test_the_standard_error_is_that_of_a_weighted_mean() -> None:
     generator = torch.Generator().manual_seed(0)
     w = torch.rand(9, generator=generator, dtype=F64) * 7 + 1
     old, new = (torch.randn(9, generator=generator, dtype=F64) for _ in range(2))
-    _, objective = quadratic(torch.zeros(1))
+    _, objective, _ = at_one()
     found = _standard_error(losses(old.tolist(), w.tolist()), losses(new.tolist(), w.tolist()), objective)
     d = new - old
     mean = (w * d).sum() / w.sum()
@@ -47,11 +50,7 @@ def test_the_standard_error_is_that_of_a_weighted_mean() -> None:
 
 @pytest.mark.parametrize(("earlier", "better"), [(0.1, True), (2.0, False)])
 def test_looking_back_leaves_the_parameters_where_they_are(earlier: float, better: bool) -> None:
-    targets = torch.zeros(40, 1, dtype=F64)
-    w, objective = quadratic(targets)
-    with torch.no_grad():
-        w.fill_(1.0)
-    draw = Subsets(targets, batch_size=10, fraction=0.25, seed=0).draw(0, krylov_dim=2)
+    w, objective, draw = at_one()
     found = better_before(objective, draw, losses([1.0] * 4, [10.0] * 4), torch.tensor([earlier], dtype=F64), 0.5)
     assert (found is not None) == better
     assert w.item() == 1.0
@@ -99,9 +98,5 @@ def test_every_step_that_is_undone_doubles_C() -> None:
 @pytest.mark.parametrize(("before", "taken"), [(1.0, True), (1 - 1e-15, True), (0.99, False)])
 def test_a_step_that_raised_the_loss_on_C_is_not_taken(before: float, taken: bool) -> None:
     """Up to rounding; the loss at w = 1 is 1."""
-    targets = torch.zeros(40, 1, dtype=F64)
-    w, objective = quadratic(targets)
-    with torch.no_grad():
-        w.fill_(1.0)
-    draw = Subsets(targets, batch_size=10, fraction=0.25, seed=0).draw(0, krylov_dim=2)
+    _, objective, draw = at_one()
     assert loss_taken(objective, draw, before) == (1.0 if taken else None)
