@@ -1,7 +1,7 @@
-"""Measure KSD against the bare engine and against others: `python -m benchmarks [section ...]`.
+"""Measure both optimizers against the bare engine and against others: `python -m benchmarks [section ...]`.
 
 Every figure is a ratio of times taken in turn within one run: medians, and quartiles in brackets. Sections: products,
-fisher, kronecker, step, memory, growth, rational, ranks; without a name, all of them (about three quarters of an hour
+fisher, kronecker, step, memory, growth, flow, ranks; without a name, all of them (about three quarters of an hour
 on two cores; --quick: a quarter). A section's results are added to the JSON file as soon as they are known.
 """
 
@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from experiments.curves import curves
-from experiments.networks import autoencoder
+from experiments.supervised.curves import curves
+from experiments.supervised.networks import autoencoder
 
-from benchmarks import fisher, growth, kronecker, memory, problems, products, ranks, rational, step
+from benchmarks import fisher, flow, growth, kronecker, memory, problems, products, ranks, step
 from benchmarks.problems import Problem
 from benchmarks.timing import Ratio
 
@@ -96,9 +96,9 @@ def run_growth(quick: bool) -> dict[str, Any]:
     return growth.measure(quick=quick)
 
 
-def run_rational(quick: bool) -> dict[str, Any]:
-    """A step of the rational basis: seconds by part over n and m, and memory."""
-    return rational.measure(quick=quick)
+def run_flow(quick: bool) -> dict[str, Any]:
+    """A step of GaussNewtonFlow: seconds by part over n and m, and memory."""
+    return flow.measure(quick=quick)
 
 
 def run_ranks(quick: bool) -> dict[str, Any]:
@@ -113,7 +113,7 @@ SECTIONS: dict[str, Callable[[bool], dict[str, Any]]] = {
     "step": run_step,
     "memory": run_memory,
     "growth": run_growth,
-    "rational": run_rational,
+    "flow": run_flow,
     "ranks": run_ranks,
 }
 
@@ -146,13 +146,13 @@ def main() -> None:
     parser.add_argument("sections", nargs="*", choices=[*SECTIONS, []], metavar="section", help=", ".join(SECTIONS))
     parser.add_argument("--quick", action="store_true", help="fewer rounds and smaller sizes")
     parser.add_argument("--json", type=Path, default=Path("benchmarks.json"), help="results are added to this file")
-    parser.add_argument("--figures", type=Path, default=Path(), help="folder for growth.png and rational-cost.png")
+    parser.add_argument("--figures", type=Path, default=Path(), help="folder for growth.png and flow-cost.png")
     parser.add_argument("--allocator", choices=("keeping", "default"), default="keeping", help="of glibc")
     arguments = parser.parse_args()
     if arguments.allocator == "keeping" and any(os.environ.get(k) != v for k, v in KEEPING.items()):
         # The allocator reads its settings when a process starts.
         os.execvpe(sys.executable, [sys.executable, "-m", "benchmarks", *sys.argv[1:]], {**os.environ, **KEEPING})
-    plots = {"growth": growth.plot, "rational": rational.plot}
+    plots = {"growth": growth.plot, "flow": flow.plot}
     for name in arguments.sections or SECTIONS:
         torch.manual_seed(0)
         found = SECTIONS[name](arguments.quick)

@@ -8,6 +8,7 @@ from benchmarks import hand, rivals
 from benchmarks.problems import Problem
 from benchmarks.timing import Ratio, interleaved, ratio
 from krylov_descent.preconditioners.fisher import Fisher
+from krylov_descent.samples.interface import StepKey
 
 MICROBATCHES = 6
 
@@ -15,12 +16,11 @@ MICROBATCHES = 6
 def measure(problem: Problem, rounds: int) -> dict[str, Ratio]:
     """Each candidate's time for a pass over the batch in micro-batches, in units of a pass for the gradient alone."""
     objective = problem.objective()
-    preconditioner = Fisher().prepare()
     batches = problem.microbatches(MICROBATCHES)
     data = [batch.data for batch in batches]
 
     def both() -> None:
-        objective.value_and_gradient(batches, preconditioner.start(objective, 0))
+        objective.value_and_gradient(batches, Fisher().gather(objective, StepKey(0, 0)))
 
     candidates: dict[str, Callable[[], object]] = {
         "gradient": lambda: objective.value_and_gradient(batches),

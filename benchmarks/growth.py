@@ -120,7 +120,7 @@ def measure(*, quick: bool) -> dict[str, Any]:
 
 def plot(found: Mapping[str, Any], folder: Path) -> None:
     """Draw ``growth.png``, four panels: seconds over P, K and N, and memory over P."""
-    from experiments.figures import save
+    from experiments.common.figures import save
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(13, 3.3), layout="constrained")

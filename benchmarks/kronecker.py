@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from curvlinops import KFACLinearOperator
@@ -11,7 +12,7 @@ from torch import nn
 
 from benchmarks.problems import Problem
 from benchmarks.timing import Ratio, interleaved, ratio
-from krylov_descent.preconditioners.kronecker import Factors, Kronecker
+from krylov_descent.preconditioners.kronecker import Kronecker
 from krylov_descent.preconditioners.statistics import PassOverSet
 
 _WARMUP = 2
@@ -44,18 +45,18 @@ def measure(problem: Problem, rounds: int) -> dict[str, Ratio]:
     """Each candidate's CPU time in units of a gradient on the same batch."""
     objective = problem.objective()
     batches = [problem.microbatch]
-    prepared = Kronecker().prepare()
-    solve, factors = prepared.refresh(objective, batches, None, (0,))
+    kronecker = Kronecker()
+    first = kronecker.refresh(objective, batches, kronecker.init(), (0,))
+    solve = first.solve
     assert solve is not None
-    stale: Factors = {**factors, "age": torch.tensor(1.0, dtype=torch.float64)}
-    young: Factors = {**factors, "updates": torch.tensor(100.0, dtype=torch.float64)}
+    stale, young = replace(first.state, age=1.0), replace(first.state, updates=100)
     w = torch.randn(objective.parameters.numel)
     layers = range(len(objective.parameters.params))
     candidates: dict[str, Callable[[], object]] = {
         "gradient": lambda: objective.value_and_gradient(batches),
         "factors": lambda: PassOverSet(objective, (1,), (), layers).run(batches),
-        "factors, averaged": lambda: prepared.refresh(objective, batches, young, (1,)),
-        "factors, averaged, and new inverses": lambda: prepared.refresh(objective, batches, stale, (1,)),
+        "factors, averaged": lambda: kronecker.refresh(objective, batches, young, (1,)),
+        "factors, averaged, and new inverses": lambda: kronecker.refresh(objective, batches, stale, (1,)),
         "D⁻¹w": lambda: solve(w),
         "curvlinops, one sample": curvlinops_factors(problem, "mc"),
     }

@@ -33,7 +33,7 @@ def without_onednn(product: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Te
     return run
 
 
-def attempt(
+def defer_error(
     make: Callable[[Problem], Callable[[Tensor], Tensor]], problem: Problem, v: Tensor
 ) -> Callable[[Tensor], Tensor] | str:
     """A product that works, without the oneDNN kernels if need be, or why there is none."""
@@ -64,7 +64,7 @@ def measure(problem: Problem, rounds: int) -> dict[str, Ratio | str]:
     if problem.name in hand.WRITTEN:
         products["hand-written"] = hand.HandWritten(problem).cache(problem.x)
     for name, make in RIVALS.items():
-        made = attempt(make, problem, v)
+        made = defer_error(make, problem, v)
         if isinstance(made, str):
             failures[name] = made
         else:

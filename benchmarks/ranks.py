@@ -80,8 +80,8 @@ def _loopback(group: Any) -> int:
 def _watching(seen: Found) -> Iterator[None]:
     """Count in ``seen``: lines of the search, collectives, and by phase seconds, bytes and collectives."""
     from krylov_descent.distributed.process_group import GroupComm
-    from krylov_descent.krylov.search import Walk
-    from krylov_descent.krylov.step import Clock
+    from krylov_descent.krylov.search import LineEvaluator
+    from krylov_descent.stepping.step_log import StepLog
 
     def counting(what: str, function: Any) -> Any:
         def counted(*args: Any, **keywords: Any) -> None:
@@ -90,23 +90,23 @@ def _watching(seen: Found) -> Iterator[None]:
 
         return counted
 
-    class Metered(Clock):
-        def __init__(self) -> None:
-            super().__init__()
+    class Metered(StepLog):
+        def __init__(self, comm: Any) -> None:
+            super().__init__(comm)
             self._before = self._now()
 
         def _now(self) -> dict[str, float]:
             return {"processor": time.process_time(), "sent": seen["comm"].sent, "calls": seen["calls"]}
 
-        def lap(self, name: str) -> None:
-            super().lap(name)
+        def lap(self, phase: str) -> None:
+            super().lap(phase)
             before, self._before = self._before, self._now()
             spent = {key: value - before[key] for key, value in self._before.items()}
-            seen["phases"][name] = {**spent, "seconds": self.laps[name]}
+            seen["phases"][phase] = {**spent, "seconds": self.seconds[phase]}
 
     with (
-        mock.patch("krylov_descent.krylov.step.Clock", Metered),
-        mock.patch.object(Walk, "begin", counting("lines", Walk.begin)),
+        mock.patch("krylov_descent.krylov.step.StepLog", Metered),
+        mock.patch.object(LineEvaluator, "begin", counting("lines", LineEvaluator.begin)),
         mock.patch.object(GroupComm, "_call", counting("calls", GroupComm._call)),
     ):
         yield
@@ -121,6 +121,7 @@ def one(P: int, K: int, N: int, batch_size: int, steps: int, variants: str) -> F
     from krylov_descent import KSD, Subsets
     from krylov_descent.distributed import Ranks
     from krylov_descent.distributed.launch import init_process_group
+    from krylov_descent.krylov.subspace import BasisBuffer
 
     torch.set_num_threads(1)
     group = init_process_group("gloo")
@@ -144,7 +145,7 @@ def one(P: int, K: int, N: int, batch_size: int, steps: int, variants: str) -> F
             step = {"rows": len(report.ritz_values), "loopback": _loopback(group) - before}
             step |= {"lines": seen["lines"], "phases": seen["phases"], **{x: getattr(report, x) for x in _REPORTED}}
             found["steps"][name] += [step] if turn else []
-    V = next(iter(runs.values()))[1]._builder._V
+    V = next(iter(runs.values()))[1]._workspace.of(BasisBuffer).V
     found["basis"] = 0 if V is None else V._buffer.nbytes
     found["peak"] = peak_bytes()
     return found

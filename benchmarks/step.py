@@ -15,9 +15,9 @@ from benchmarks.problems import Problem
 from benchmarks.timing import Ratio, spread
 from krylov_descent import KSD, StepReport, Subsets
 from krylov_descent.distributed import SingleProcess
-from krylov_descent.krylov.basis import krylov_basis
+from krylov_descent.krylov.orthonormal_basis import krylov_basis
 from krylov_descent.objective.objective import Objective
-from krylov_descent.vectors.storage import Rows
+from krylov_descent.vectors.storage import BasisStorage
 
 
 def measure(problem: Problem, *, batch_size: int, krylov_dim: int, rounds: int) -> dict[str, Ratio]:
@@ -109,7 +109,7 @@ def algebra_of_V(net: HandWritten, report: StepReport) -> dict[str, float]:
     w = torch.randn(P)
     start = time.perf_counter()
     # A product that costs nothing: what is left is Gram–Schmidt, H̄, and the preconditioner.
-    V = krylov_basis(lambda v: w, lambda u: u * D, g, None, 1, Rows(m, g), SingleProcess()).V
+    V = krylov_basis(lambda v: w, lambda u: u * D, g, None, 1, BasisStorage(m, g), SingleProcess()).V
     for _ in range(1, m):
         x = V.begin(w * D)
         V.subtract(V.sweep(V.dots(x), x), x)

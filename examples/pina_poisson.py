@@ -1,4 +1,4 @@
-"""Solve PINA's Poisson problem on the unit square with KSD in PINA's Trainer.
+"""Solve PINA's Poisson problem on the unit square with GaussNewtonFlow or KSD in PINA's Trainer.
 
     python examples/pina_poisson.py --seconds 25 --out poisson.png
 
@@ -20,18 +20,18 @@ from pina.optim import TorchOptimizer
 from pina.problem.zoo import Poisson2DSquareProblem
 from pina.weighting import ScalarWeighting
 
-from krylov_descent import KSD, StepReport, plot
+from krylov_descent import KSD, GaussNewtonFlow, StepReport, plot
 from krylov_descent.integrations.pina import KSDPINN
 
 
 def main() -> None:
     """Train, print and draw."""
-    parser = argparse.ArgumentParser(description="PINA's Poisson problem with KSD.")
+    parser = argparse.ArgumentParser(description="PINA's Poisson problem with GaussNewtonFlow or KSD.")
     parser.add_argument("--out", default="pina_poisson.png", help="the picture (%(default)s)")
     parser.add_argument("--seconds", type=float, default=14, help="of the CPU (%(default)s)")
     parser.add_argument("--epochs", type=int, default=10_000, help="steps, at most (%(default)s)")
-    parser.add_argument("--basis", choices=["krylov", "rational"], default="rational", help="of KSD (%(default)s)")
-    parser.add_argument("--krylov-dim", type=int, default=50, help="K of --basis krylov (%(default)s)")
+    parser.add_argument("--method", choices=["ksd", "flow"], default="flow", help="(%(default)s)")
+    parser.add_argument("--krylov-dim", type=int, default=50, help="K of --method ksd (%(default)s)")
     parser.add_argument("--precision", choices=["float32", "float64"], default="float64", help="(%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of points and start (%(default)s)")
     given = parser.parse_args()
@@ -43,7 +43,9 @@ def main() -> None:
     problem.discretise_domain(20, "grid", domains="D")  # a side
     problem.discretise_domain(80, "random", domains="boundary")
     model = FeedForward(2, 1, inner_size=24, n_layers=2, func=torch.nn.Tanh)
-    optimizer = TorchOptimizer(KSD, basis=given.basis, krylov_dim=given.krylov_dim)
+    optimizer = TorchOptimizer(GaussNewtonFlow)
+    if given.method == "ksd":
+        optimizer = TorchOptimizer(KSD, krylov_dim=given.krylov_dim)
     solver = KSDPINN(problem, model, optimizer=optimizer, weighting=ScalarWeighting({"D": 1.0, "boundary": 100.0}))
     trainer = Trainer(
         solver,
@@ -73,7 +75,10 @@ def main() -> None:
     print(f"{seconds:.1f} s   {len(reports)} steps   {reached}")
 
     figure, axes = plt.subplots(1, 3, figsize=(13, 3.8), layout="constrained")
-    for ax, values, title in ((axes[0], u, "u by KSD"), (axes[1], u - exact, f"u − exact: {size:.1e} in L2")):
+    for ax, values, title in (
+        (axes[0], u, f"u by {optimizer.optimizer_class.__name__}"),
+        (axes[1], u - exact, f"u − exact: {size:.1e} in L2"),
+    ):
         top = float(values.abs().max())
         image = ax.imshow(values, origin="lower", extent=(0, 1, 0, 1), cmap="RdBu_r", vmin=-top, vmax=top)
         figure.colorbar(image, ax=ax)

@@ -1,1 +1,1 @@
-"""The paper's experiments: problems, rivals, runs and figures. Not part of the installed package."""
+"""Three studies, the paper's, that of deep networks and that of PINNs. Not part of the installed package."""

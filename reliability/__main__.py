@@ -60,7 +60,7 @@ def _do(given: argparse.Namespace) -> int:
         if given.into is None:
             sys.stdout.write(text)
         else:
-            from experiments.pages import put
+            from experiments.common.markdown import put
 
             put(text, given.into, MARKS)
         return 0

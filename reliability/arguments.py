@@ -1,4 +1,4 @@
-"""How KSD is called on a random problem: its arguments, and the data set cut in some way."""
+"""How an optimizer is called on a random problem: its arguments, and the data set cut in some way."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from krylov_descent import PAPER, Rational, Search, Storage, Subsets
+from krylov_descent import KSD, PAPER, GaussNewtonFlow, Search, Storage, Subsets
 from reliability.recipe import Problem
 
 
@@ -27,9 +27,20 @@ def sets_of(problem: Problem, data: tuple[Tensor, Tensor]) -> Subsets | None:
     return None if problem.sets == "full" else Subsets(data, seed=problem.seed, **options[problem.sets])
 
 
-def arguments_of(problem: Problem, model: nn.Module) -> dict[str, Any]:
-    """Of KSD."""
-    rational = problem.basis != "krylov"
+def optimizer_of(problem: Problem, model: nn.Module) -> KSD | GaussNewtonFlow:
+    """The method of a problem, with its settings."""
+    shared: dict[str, Any] = {
+        "weight_decay": problem.weight_decay,
+        "rollback": problem.rollback,
+        "seed": problem.seed,
+    }
+    if problem.method != "ksd":
+        rows = 3 if problem.method == "flow of 3 rows" else 400
+        return GaussNewtonFlow(model.parameters(), rows=rows, **shared)
+    return KSD(model.parameters(), **_of_ksd(problem, model), **shared)
+
+
+def _of_ksd(problem: Problem, model: nn.Module) -> dict[str, Any]:
     paper = problem.preconditioner == "paper"
     size = sum(p.numel() * wide(p).itemsize for p in model.parameters() if p.requires_grad)
     budgets = {"rebuilt graphs": (problem.krylov_dim + 1) * size + 1, "no room": 1}
@@ -41,16 +52,11 @@ def arguments_of(problem: Problem, model: nn.Module) -> dict[str, Any]:
         "tiny floor": Search(floor=1e-300),
     }
     return {
-        "params": model.parameters(),
         "krylov_dim": problem.krylov_dim,
-        "basis": {"krylov": "krylov", "rational": "rational"}.get(problem.basis, Rational(rows=3)),
-        "curvature": "ggn" if rational else problem.curvature,
+        "curvature": problem.curvature,
         "preconditioner": PAPER["preconditioner"] if paper else None if problem.preconditioner == "none" else "fisher",
         "previous": None if problem.previous == "none" else problem.previous,
         "search": PAPER["search"] if paper else searches[problem.search],
-        "weight_decay": problem.weight_decay,
-        "rollback": problem.rollback,
-        "memory_budget": None if rational else budgets.get(problem.memory),
+        "memory_budget": budgets.get(problem.memory),
         "storage": Storage(stored.get(problem.memory)),
-        "seed": problem.seed,
     }

@@ -18,8 +18,8 @@ def figure(results: Path, out: Path) -> list[Path]:
         ValueError: no long run was recorded.
     """
     import matplotlib as mpl
-    from experiments.figures import save
-    from experiments.style import RC, WIDTH
+    from experiments.common.figures import save
+    from experiments.common.style import RC, WIDTH
     from matplotlib.figure import Figure
 
     records = read(results / "soak.jsonl")

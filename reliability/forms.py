@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from krylov_descent import KSD, Fisher, Rational, Search, Storage, Subsets, checkpoint
+from krylov_descent import KSD, Fisher, GaussNewtonFlow, Search, Storage, Subsets, checkpoint
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 NAME = "run.safetensors"
@@ -26,7 +26,9 @@ _N = 40
 
 @dataclass(frozen=True)
 class Options:
-    """Of a run: what KSD is given, and what it is given it for."""
+    """Of a run: the method, what it is given, and what it is given it for."""
+
+    method: type[KSD] | type[GaussNewtonFlow]
 
     dtype: str
     sets: dict[str, Any] | None
@@ -37,7 +39,7 @@ class Options:
     @classmethod
     def drawn(cls, randomly: random.Random) -> Options:
         """Random ones."""
-        basis = randomly.choice(["krylov", "rational", Rational(rows=5, momentum=0.5)])
+        flow = randomly.choice([None, {}, {"rows": 5, "momentum": 0.5}])
         sets = randomly.choice(
             [
                 None,
@@ -46,25 +48,28 @@ class Options:
                 {"batch_size": 5, "fraction": 0.3, "gradient_fraction": 0.5},
             ]
         )
-        settings = {
+        of_ksd = {
             "krylov_dim": randomly.choice([1, 3, 8]),
-            "basis": basis,
-            "curvature": randomly.choice(["ggn", "hessian", "fisher"]) if basis == "krylov" else "ggn",
+            "curvature": randomly.choice(["ggn", "hessian", "fisher"]),
             "preconditioner": randomly.choice(["fisher", Fisher(floor=1e-4), None]),
             "previous": randomly.choice(["step", "e1", None]),
             "search": randomly.choice([Search(), Search(iterations=3), Search(negative="floor", floor=1e-4)]),
+            "memory_budget": randomly.choice([None, 1 << 14]),
+            "storage": randomly.choice([Storage(), Storage(dtype=torch.bfloat16)]),
+        }
+        settings = {
+            **(of_ksd if flow is None else flow),
             "weight_decay": randomly.choice([0.0, 1e-3]),
             "rollback": randomly.choice([True, False]),
-            "memory_budget": randomly.choice([None, 1 << 14]) if basis == "krylov" else None,
-            "storage": randomly.choice([Storage(), Storage(dtype=torch.bfloat16)]),
             "seed": randomly.randrange(1 << 40),
         }
-        dtype = randomly.choice([*DTYPES])
-        return cls(dtype, sets, tuple(settings.items()), randomly.random() < 0.3, randomly.random() < 0.3)
+        dtype, method = randomly.choice([*DTYPES]), KSD if flow is None else GaussNewtonFlow
+        return cls(method, dtype, sets, tuple(settings.items()), randomly.random() < 0.3, randomly.random() < 0.3)
 
     def __str__(self) -> str:
         told = ", ".join(f"{key}={value}" for key, value in self.settings)
-        return f"{self.dtype}, sets={self.sets}, {told}, frozen={self.frozen}, groups={self.groups}"
+        told = f"{self.method.__name__}, {self.dtype}, sets={self.sets}, {told}"
+        return f"{told}, frozen={self.frozen}, groups={self.groups}"
 
 
 class Run:
@@ -94,7 +99,7 @@ class Run:
                 {"params": layers[0].parameters(), "weight_decay": 0.25},
                 {"params": [*self.model[1:].parameters()]},
             ]
-        self.optimizer = KSD(parameters, **settings)
+        self.optimizer = options.method(parameters, **settings)
         self._sets = None if options.sets is None else Subsets(self._data, seed=2, **options.sets)
 
     def steps(self, count: int) -> None:

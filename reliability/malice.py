@@ -55,7 +55,7 @@ def contents(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     return load_file(path), document
 
 
-def sealed(tensors: dict[str, Tensor], document: dict[str, Any]) -> str:
+def with_checksum(tensors: dict[str, Tensor], document: dict[str, Any]) -> str:
     """A document as JSON, with the checksum that it should have."""
     said = {key: value for key, value in document.items() if key != "crc32"}
     return json.dumps({**said, "crc32": checksum([json.dumps(said, sort_keys=True), tensors])}, sort_keys=True)
@@ -63,7 +63,7 @@ def sealed(tensors: dict[str, Tensor], document: dict[str, Any]) -> str:
 
 def rewrite(path: Path, tensors: dict[str, Tensor], document: dict[str, Any]) -> None:
     """A checkpoint with other contents, and a checksum that says so."""
-    write(path, tensors, sealed(tensors, document))
+    write(path, tensors, with_checksum(tensors, document))
 
 
 def torch_file(root: Path, fired: Path, randomly: random.Random) -> str:
@@ -133,8 +133,10 @@ def metadata(root: Path, fired: Path, randomly: random.Random) -> str:
         numbers = isinstance(value, (int, float)) and isinstance(place, (int, float)) and "settings" in keys
         if keys[0] not in ("crc32", "extra") and type(value) is not type(place) and not numbers:
             break
-    if keys[-1] in ("lr", "accepted_loss") or (keys[0] == "numbers" and type(value) is float):
+    if keys[-1] in ("lr", "acceptance.loss") or (keys[0] == "numbers" and type(value) is float):
         value = "no number"
+    if keys[0] == "numbers" and keys[-1].startswith("samples."):
+        value = None  # of which kind it is, the sample policy tells, at the next step
     parent[keys[-1]] = value
     rewrite(root / NAME, tensors, document)
     return f"{'/'.join(map(str, keys))} = {str(value)[:40]!r}"
@@ -143,7 +145,7 @@ def metadata(root: Path, fired: Path, randomly: random.Random) -> str:
 def text(root: Path, fired: Path, randomly: random.Random) -> str:
     """Metadata that are hardly JSON, or too many."""
     tensors, document = contents(root / NAME)
-    written = sealed(tensors, document)
+    written = with_checksum(tensors, document)
     texts = {
         "deeply nested": "[" * 100_000,
         "deep values": written.replace('"kept": true', '"x": ' + "[" * 100_000 + "]" * 100_000, 1),
@@ -151,7 +153,7 @@ def text(root: Path, fired: Path, randomly: random.Random) -> str:
         "infinity": written.replace('"weight_decay": ', '"weight_decay": 1e999, "x": ', 1),
         "NaN": written.replace('"weight_decay": ', '"weight_decay": NaN, "x": ', 1),
         "the same key twice": written.replace('"seed": ', '"seed": 7, "seed": ', 1),
-        "more than may be": sealed(tensors, {**document, "extra": {"x": "y" * LIMIT}}),
+        "more than may be": with_checksum(tensors, {**document, "extra": {"x": "y" * LIMIT}}),
         "other characters": "\x00\ufffe" + written,
         "a pickle": pickle.dumps(Bomb(fired, randomly.choice(WAYS)), protocol=0).decode(),
         "an array": f"[{written}]",
@@ -213,8 +215,8 @@ def not_finite(root: Path, fired: Path, randomly: random.Random) -> str:
     tensors, document = contents(root / NAME)
     vectors = sorted(name for name in tensors if not name.startswith("model/"))
     if not vectors:
-        tensors["optimizer/d_prev"] = torch.full((3,), math.nan)
-        vectors = ["optimizer/d_prev"]
+        tensors["vectors/last_step"] = torch.full((3,), math.nan)
+        vectors = ["vectors/last_step"]
     name = randomly.choice(vectors)
     value = randomly.choice([math.nan, math.inf, -math.inf])
     tensors[name].view(-1)[0] = value

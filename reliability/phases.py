@@ -11,8 +11,9 @@ from unittest import mock
 
 import torch.distributed as dist
 
+from krylov_descent.distributed.comm import Comm
 from krylov_descent.distributed.process_group import GroupComm
-from krylov_descent.krylov.step import Clock
+from krylov_descent.stepping.step_log import StepLog
 
 #: Of a step, in their order; "check" is what comes before the first of them.
 STEP = ("gradient", "basis", "search")
@@ -48,23 +49,23 @@ class Phases:
 
     @contextmanager
     def following(self) -> Iterator[None]:
-        """Know the phases of all steps inside: a step's clock starts with it and tells when a phase ends."""
-        start, lap = Clock.__init__, Clock.lap
+        """Know the phases of all steps inside: a step's log starts with it and tells when a phase ends."""
+        start, lap = StepLog.__init__, StepLog.lap
 
-        def started(clock: Clock) -> None:
+        def started(log: StepLog, comm: Comm) -> None:
             self.enter(STEP[0])
-            start(clock)
+            start(log, comm)
 
-        def lapped(clock: Clock, name: str) -> None:
-            lap(clock, name)
+        def lapped(log: StepLog, name: str) -> None:
+            lap(log, name)
             if name == STEP[-1]:
                 self.phase = "end"
             else:
                 self.enter(STEP[STEP.index(name) + 1])
 
         with ExitStack() as stack:
-            stack.enter_context(mock.patch.object(Clock, "__init__", started))
-            stack.enter_context(mock.patch.object(Clock, "lap", lapped))
+            stack.enter_context(mock.patch.object(StepLog, "__init__", started))
+            stack.enter_context(mock.patch.object(StepLog, "lap", lapped))
             if self._everything:
                 stack.enter_context(mock.patch.object(GroupComm, "_call", self._counted(GroupComm._call)))
             yield

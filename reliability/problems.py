@@ -21,9 +21,8 @@ import torch
 from torch import Tensor
 
 import krylov_descent
-from krylov_descent import KSD
 from krylov_descent.objective.objective import relative_noise
-from reliability.arguments import arguments_of, sets_of, wide
+from reliability.arguments import optimizer_of, sets_of, wide
 from reliability.faults import Faulty
 from reliability.losses import data_of, evaluate
 from reliability.networks import build
@@ -96,7 +95,7 @@ class _Trial:
     def judge(self) -> Judgement:
         problem, judgement = self.problem, self.judgement
         try:
-            self.optimizer = KSD(**arguments_of(problem, self.model))
+            self.optimizer = optimizer_of(problem, self.model)
         except ValueError as error:
             return Judgement("refused", message=str(error))
         start = self.loss()

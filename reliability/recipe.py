@@ -100,7 +100,7 @@ RAISES = (
 
 @dataclass(frozen=True)
 class Problem:
-    """A network, data, a loss, settings of KSD, and perhaps something wrong with them."""
+    """A network, data, a loss, settings of an optimizer, and perhaps something wrong with them."""
 
     network: str
     depth: int
@@ -119,7 +119,7 @@ class Problem:
     condition_exponent: int
     sets: str
     krylov_dim: int
-    basis: str
+    method: str
     curvature: str
     preconditioner: str
     previous: str
@@ -181,7 +181,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "condition_exponent": _mostly(0, 10, 4, 6, 8, 10, 12, 14, 16),
     "sets": ("full", "full", "full", "subsets", "half", "tenth", "single batches"),
     "krylov_dim": (3, 1, 1, 2, 2, 3, 4, 4, 6, 8, 20, 64),
-    "basis": _mostly("krylov", 3, "rational", "rational of 3 rows"),
+    "method": _mostly("ksd", 3, "flow", "flow of 3 rows"),
     "curvature": _mostly("ggn", 2, "hessian", "fisher"),
     "preconditioner": _mostly("fisher", 2, "none", "paper"),
     "previous": ("step", "step", "e1", "none"),

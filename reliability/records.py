@@ -13,7 +13,7 @@ from typing import Any
 Record = dict[str, Any]
 
 #: Parts of a record that neither the table nor the figure reads; those of trials that were lost are kept.
-_UNREAD = ("seed", "seconds", "what", "basis", "where")
+_UNREAD = ("seed", "seconds", "what", "basis", "method", "where")
 
 
 def read(path: Path) -> list[Record]:

@@ -15,15 +15,15 @@ import time
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from krylov_descent import KSD, Subsets, checkpoint
+from krylov_descent import Subsets, checkpoint
 from reliability.processes import running
-from reliability.training import data_of, dense
+from reliability.training import Method, data_of, dense, made
 
 #: Bytes by which the memory of a run may grow after the first tenth of it, as a median over tenths.
 ALLOWED = 2 << 20
@@ -43,7 +43,7 @@ class Case:
     """
 
     name: str
-    basis: Literal["krylov", "rational"]
+    method: Method
     widths: tuple[int, ...]
     samples: int
     steps: int
@@ -54,10 +54,10 @@ class Case:
 _SMALL, _MIDDLE = (4, 10, 1), (50, 150, 150, 10)
 #: Trial n is case n modulo their number.
 CASES = (
-    Case("5,000 steps, Krylov basis, sets", "krylov", _SMALL, 100, 5000, saves=True),
-    Case("5,000 steps, rational basis, full batch", "rational", _SMALL, 100, 5000, full_batch=True),
-    Case("200 steps, Krylov basis, sets", "krylov", _MIDDLE, 2000, 200),
-    Case("200 steps, rational basis, sets", "rational", (20, 60, 60, 4), 2000, 200),
+    Case("5,000 steps, KSD, sets", "ksd", _SMALL, 100, 5000, saves=True),
+    Case("5,000 steps, GaussNewtonFlow, full batch", "flow", _SMALL, 100, 5000, full_batch=True),
+    Case("200 steps, KSD, sets", "ksd", _MIDDLE, 2000, 200),
+    Case("200 steps, GaussNewtonFlow, sets", "flow", (20, 60, 60, 4), 2000, 200),
 )
 
 
@@ -120,7 +120,7 @@ def soaked(_: Any, case: Case, seed: int, share: float) -> dict[str, Any]:
     model = dense(case.widths, torch.float32)
     data = data_of(case.samples, case.widths[0], case.widths[-1], torch.float32)
     sets = None if case.full_batch else Subsets(data, batch_size=500, fraction=0.1, seed=seed)
-    optimizer = KSD(model.parameters(), krylov_dim=5 if len(case.widths) == 3 else 20, basis=case.basis, seed=seed)
+    optimizer = made(case.method, model, krylov_dim=5 if len(case.widths) == 3 else 20, seed=seed)
 
     def closure(batch: Any = data) -> tuple[Tensor, Tensor]:
         z = model(batch[0])

@@ -26,7 +26,8 @@ import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from krylov_descent import KSD, Subsets, checkpoint
+from krylov_descent import KSD, GaussNewtonFlow, Subsets, checkpoint
+from krylov_descent.base import CurvatureOptimizer
 from krylov_descent.distributed.launch import init_process_group
 from reliability.phases import Phases
 
@@ -52,19 +53,22 @@ class Death:
     delay: float = 0.0
 
 
+Method = Literal["ksd", "flow"]
+
+
 @dataclass(frozen=True)
 class Plan:
     """A training: where it writes to, until which step it goes, and the death in each attempt.
 
     Attributes:
-        basis: of KSD.
+        method: "ksd" or "flow".
     """
 
     directory: str
     steps: int
     timeout: float = 60.0
     deaths: list[Death] = field(default_factory=list)
-    basis: Literal["krylov", "rational"] = "krylov"
+    method: Method = "ksd"
 
     @property
     def checkpoint(self) -> Path:
@@ -126,14 +130,21 @@ def data_of(n: int, inputs: int, outputs: int, dtype: torch.dtype) -> tuple[Tens
     return x, torch.tanh(x @ torch.randn(inputs, outputs, dtype=dtype, generator=generator))
 
 
-def built(plan: Plan, group: Any = None) -> tuple[nn.Module, KSD]:
+def made(method: Method, model: nn.Module, krylov_dim: int, **settings: Any) -> KSD | GaussNewtonFlow:
+    """The optimizer; the flow has no ``krylov_dim``."""
+    if method == "flow":
+        return GaussNewtonFlow(model.parameters(), **settings)
+    return KSD(model.parameters(), krylov_dim=krylov_dim, **settings)
+
+
+def built(plan: Plan, group: Any = None) -> tuple[nn.Module, KSD | GaussNewtonFlow]:
     """Model and optimizer as they are at the start of every attempt."""
     torch.manual_seed(0)
     model = dense(WIDTHS, torch.float64)
-    return model, KSD(model.parameters(), krylov_dim=5, basis=plan.basis, process_group=group)
+    return model, made(plan.method, model, krylov_dim=5, process_group=group)
 
 
-def loaded(plan: Plan, model: nn.Module, optimizer: KSD) -> int:
+def loaded(plan: Plan, model: nn.Module, optimizer: CurvatureOptimizer) -> int:
     """Go on from the checkpoint; the steps behind it, 0 if there is none."""
     extra = checkpoint.load(plan.checkpoint, model, optimizer)
     return 0 if extra is None else int(extra["steps"])
@@ -206,7 +217,7 @@ def train(group: Any, plan: Plan, attempt: int = 0) -> dict[str, Any]:
     }
 
 
-def digest(model: nn.Module, optimizer: KSD) -> str:
+def digest(model: nn.Module, optimizer: CurvatureOptimizer) -> str:
     """sha256 of the model, and on rank 0 of all that the optimizer remembers; a collective."""
     vectors, numbers, factors = optimizer.whole_state()
     total = hashlib.sha256(repr(sorted(numbers.items())).encode())

@@ -28,7 +28,8 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.multiprocessing.spawn import spawn
 
-from krylov_descent import DEEP, KSD, PAPER, Fisher, Growing, Kronecker, Rational, Search, Storage, Subsets
+import krylov_descent
+from krylov_descent import DEEP, KSD, PAPER, Fisher, Growing, Kronecker, Search, Storage, Subsets
 
 F64 = torch.float64
 Closure = Callable[..., tuple[Tensor, Any]]
@@ -151,8 +152,11 @@ def deep_convolution(group: Any) -> Trained:
 
 def flow(params: Any, group: Any, rows: int | None = None, **settings: Any) -> Any:
     """The sketched Gauss–Newton flow."""
-    basis = Rational() if rows is None else Rational(rows=rows)
-    return KSD(params, basis=basis, process_group=group, **settings)
+    rows_if_any: dict[str, Any] = {} if rows is None else {"rows": rows}
+    if hasattr(krylov_descent, "GaussNewtonFlow"):
+        return krylov_descent.GaussNewtonFlow(params, process_group=group, **rows_if_any, **settings)
+    older: Any = import_module("krylov_descent")
+    return older.KSD(params, basis=older.Rational(**rows_if_any), process_group=group, **settings)
 
 
 def flow_on_a_pinn(**settings: Any) -> Callable[[Any], Trained]:

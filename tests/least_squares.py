@@ -1,4 +1,4 @@
-"""Small least-squares problems and their dense matrices, for tests of the rational basis."""
+"""Small least-squares problems and their dense matrices, for tests of the flow."""
 
 from __future__ import annotations
 

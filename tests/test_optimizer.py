@@ -143,7 +143,7 @@ def test_settle_undoes_the_last_step_if_it_rose() -> None:
         if not settlement.accepted:
             assert settlement.loss == report.loss
             assert all(torch.equal(p, q) for p, q in zip(problem.params, before, strict=True))
-            assert "d_prev" not in optimizer.state_dict()["state"][0]
+            assert "last_step" not in optimizer.state_dict()["state"][0]
     assert outcomes == {True, False}
 
 
@@ -474,7 +474,7 @@ def test_an_exception_of_the_closure_leaves_everything_as_it_was() -> None:
             assert torch.equal(p, q)
             assert p.requires_grad
             assert p.grad is None
-        assert optimizer.state_dict()["state"][0]["iteration"] == 1
+        assert optimizer.state_dict()["state"][0]["numbers"]["iteration"] == 1
 
 
 def test_settle_is_atomic() -> None:
@@ -598,7 +598,7 @@ def test_first_group_may_be_empty() -> None:
     groups: list[dict[str, Any]] = [{"params": []}, {"params": [w]}]
     optimizer = KSD(groups)
     optimizer.step(lambda: (w.square().mean(), w))
-    assert optimizer.state_dict()["state"][0]["iteration"] == 1
+    assert optimizer.state_dict()["state"][0]["numbers"]["iteration"] == 1
 
 
 def test_custom_options_by_object() -> None:

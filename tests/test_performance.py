@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks import growth, hand, rational, step
+from benchmarks import flow, growth, hand, step
 from benchmarks.problems import Problem, autoencoder, classifier, convolutional
 from benchmarks.timing import interleaved, ratio
 from torch.utils.flop_counter import FlopCounterMode
@@ -16,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from krylov_descent import KSD, Fisher, Subsets
 from krylov_descent.curvature import CURVATURES, CurvatureProduct
 from krylov_descent.flow.sketch import Sketcher
+from krylov_descent.samples.interface import StepKey
 
 SMALL = (784, 200, 100, 20, 100, 200, 784)
 
@@ -51,9 +52,9 @@ def test_a_product_takes_the_matrix_products_of_the_hand_written_one(kind: str) 
 def test_the_fisher_diagonal_takes_one_matrix_product_per_layer(kind: str) -> None:
     problem = dense(kind, 50)
     objective = problem.objective()
-    net, diagonal = hand.HandWritten(problem), Fisher().prepare()
+    net = hand.HandWritten(problem)
     batches = problem.microbatches(5)
-    passes = [diagonal.start(objective, 0) for _ in range(2)]
+    passes = [Fisher().gather(objective, StepKey(0, 0)) for _ in range(2)]
     objective.value_and_gradient(batches, passes[0])  # judges the rules
     ours = flops(lambda: objective.value_and_gradient(batches, passes[1]))
     squares = objective.parameters.zeros()
@@ -97,14 +98,16 @@ def test_times() -> None:
     objective = problem.objective()
     v = torch.randn(objective.parameters.numel)
     ours = CurvatureProduct(CURVATURES["ggn"], objective, [problem.microbatch])
-    net, diagonal = hand.HandWritten(problem), Fisher().prepare()
+    net = hand.HandWritten(problem)
     theirs = net.cache(problem.x)
     squares = objective.parameters.zeros()
     seconds = interleaved(
         {
             "product": lambda: ours(v),
             "bare product": lambda: theirs(v),
-            "pass": lambda: objective.value_and_gradient([problem.microbatch], diagonal.start(objective, 0)),
+            "pass": lambda: objective.value_and_gradient(
+                [problem.microbatch], Fisher().gather(objective, StepKey(0, 0))
+            ),
             "bare pass": lambda: net.gradient(problem.x, problem.y, squares),
         },
         rounds=15,
@@ -120,22 +123,22 @@ def test_memory_is_V_and_about_eight_vectors() -> None:
 
 
 @pytest.mark.nightly
-def test_a_rational_step_takes_a_few_times_the_memory_of_its_sketch() -> None:
-    found = rational.point(n=8_000, rows=600, points=700)
+def test_a_step_of_the_flow_takes_a_few_times_the_memory_of_its_sketch() -> None:
+    found = flow.point(n=8_000, rows=600, points=700)
     assert found["m"] >= 600
     assert 1 < found["bytes"] / (8 * found["mn"]) < 6
 
 
-def test_the_parts_of_a_rational_step_are_all_of_it(tmp_path: Path) -> None:
+def test_the_parts_of_a_step_of_the_flow_are_all_of_it(tmp_path: Path) -> None:
     draw = Sketcher.draw
-    points = [rational.one(n, rows, points=60, steps=1) for n, rows in ((200, 10), (400, 30))]
+    points = [flow.one(n, rows, points=60, steps=1) for n, rows in ((200, 10), (400, 30))]
     assert Sketcher.draw is draw
     for found in points:
-        assert all(found[part] > 0 for part in rational.PARTS)
-        assert sum(found[part] for part in (*rational.PARTS, "other")) == pytest.approx(found["seconds"])
+        assert all(found[part] > 0 for part in flow.PARTS)
+        assert sum(found[part] for part in (*flow.PARTS, "other")) == pytest.approx(found["seconds"])
         assert found["other"] < 0.5 * found["seconds"]
     memory = [{"mn": 1e5, "bytes": 3e6}, {"mn": 1e6, "bytes": 3e7}]
-    assert rational.copies(memory) == pytest.approx(3.75)
+    assert flow.copies(memory) == pytest.approx(3.75)
     results = {
         "m": points,
         "n": points,
@@ -143,8 +146,8 @@ def test_the_parts_of_a_rational_step_are_all_of_it(tmp_path: Path) -> None:
         "exponents": {"seconds over m": 1.0, "seconds over n": 1.0},
         "copies of J": {"m": 3.75, "n": 3.75},
     }
-    rational.plot(results, tmp_path)
-    assert (tmp_path / "rational-cost.png").stat().st_size
+    flow.plot(results, tmp_path)
+    assert (tmp_path / "flow-cost.png").stat().st_size
 
 
 @pytest.mark.filterwarnings("ignore")  # of the other libraries

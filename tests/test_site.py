@@ -180,7 +180,6 @@ def test_everything_public_is_in_the_reference(site: tuple[Path, str]) -> None:
 
 def test_the_reference_has_the_options_of_the_command_line() -> None:
     pytest.importorskip("tyro")
-    pytest.importorskip("rich")
     from krylov_descent.cli.options import Check, Plot, Train
 
     sections = (DOCS / "reference" / "command_line.md").read_text().split("\n## ")[1:]
@@ -203,7 +202,6 @@ def test_figures_that_are_cited_stand_in_the_experiments() -> None:
 
 def test_the_quickstart_does_what_it_says(tmp_path: Path) -> None:
     pytest.importorskip("tyro")
-    pytest.importorskip("rich")
     blocks = list(fences(DOCS / "quickstart.md"))
     cell = next(content for kind, _, content in blocks if kind == "{code-cell}")
     (tmp_path / "problem.py").write_text(cell.partition("%%writefile problem.py\n")[2])

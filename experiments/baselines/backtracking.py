@@ -9,7 +9,7 @@ from torch import Tensor
 
 from experiments.baselines.conjugate_gradient import Iterate
 from krylov_descent.objective.objective import Objective
-from krylov_descent.samples.subsets import Microbatch, StepSets
+from krylov_descent.samples.interface import Microbatch, StepSets
 
 _BOOST, _DROP = 3 / 2, 2 / 3  # of the damping
 _ARMIJO, _SHRINK, _REDUCTIONS = 1e-2, 0.8, 60

@@ -30,17 +30,18 @@ from torch.optim.optimizer import ParamsT
 
 from experiments.baselines.backtracking import Nearby, armijo, backtrack, new_damping
 from experiments.baselines.conjugate_gradient import CGResult, Iterate, conjugate_gradient
+from experiments.baselines.remembered import drawn, read_vector, write_vectors
 from krylov_descent.base import ClosureOptimizer, whole
 from krylov_descent.curvature import CURVATURES, CurvatureProduct
-from krylov_descent.krylov.step import Clock, pass_with_statistics, require_finite
 from krylov_descent.objective.closure import no_inference_mode
 from krylov_descent.objective.consistency import check_consistency
 from krylov_descent.objective.objective import BatchLosses, Objective
-from krylov_descent.preconditioners.fisher import Fisher, FisherPreconditioner
+from krylov_descent.preconditioners.fisher import Fisher
 from krylov_descent.report import StepReport, StopReason
-from krylov_descent.safety.atomic import AsBefore
-from krylov_descent.samples.subsets import FullBatch, StepSets, Subsets
-from krylov_descent.state import read_vector, write_vectors
+from krylov_descent.safety.atomic import RestoreOnError
+from krylov_descent.samples.interface import SamplePolicy, StepKey, StepSets
+from krylov_descent.stepping.gradient_pass import pass_with_statistics, require_finite
+from krylov_descent.stepping.step_log import StepLog
 
 _QUARTER = 4  # a curvature set of A/4 if the sets leave it open: 5,000 of the 20,000 of CURVES
 _POWER = 0.75  # of the preconditioner
@@ -124,13 +125,13 @@ class HessianFree(ClosureOptimizer):
             raise ValueError(f"warm_start={warm_start!r}: must be in [0, 1]; Martens' is 0.95.")
         self._damping = float(damping)
         self._curvature = curvature
-        self._preconditioner = FisherPreconditioner(Fisher()) if preconditioner else None
+        self._preconditioner = Fisher() if preconditioner else None
         self._cg_iterations = cg_iterations
         self._warm_start = float(warm_start)
         super().__init__(params, weight_decay)
 
     def step(  # type: ignore[override]
-        self, closure: Callable[..., Any], sets: Subsets | None = None
+        self, closure: Callable[..., Any], sets: SamplePolicy | None = None
     ) -> HessianFreeReport:
         """One step.
 
@@ -150,9 +151,9 @@ class HessianFree(ClosureOptimizer):
         iteration = int(numbers.get("iteration", 0))
         damping = float(numbers.get("damping", self._damping))
         theta = parameters.read()
-        with AsBefore(parameters, lambda: theta, self.state), torch.enable_grad(), self._full_precision():
+        with RestoreOnError(parameters, lambda: theta, self.state), torch.enable_grad(), self._full_precision():
             objective = self._objective(closure, sets, parameters)
-            draw = (FullBatch() if sets is None else sets).draw(iteration, krylov_dim=_QUARTER)
+            draw = drawn(sets, iteration, _QUARTER)
             if iteration == 0:
                 check_consistency(objective, draw, curvature_of_outputs=self._curvature != "hessian")
             last = read_vector(self.state, parameters, "cg_solution", partial=True)
@@ -167,7 +168,7 @@ class HessianFree(ClosureOptimizer):
         self, objective: Objective, draw: StepSets, iteration: int, damping: float, last: Tensor | None
     ) -> tuple[HessianFreeReport, Tensor | None]:
         """The step from the last CG solution, and the next one."""
-        clock, parameters = Clock(), objective.parameters
+        clock, parameters = StepLog(self._comm), objective.parameters
         losses, g, inverse = self._pass_over_A(objective, draw, iteration, damping)
         grad_norm = float(torch.linalg.vector_norm(g))
         require_finite(losses.mean, grad_norm)
@@ -205,7 +206,7 @@ class HessianFree(ClosureOptimizer):
             inner_evaluations=nearby.passes,
             stop_reason=reason,
             accepted=True,
-            seconds=clock.laps,
+            seconds=clock.seconds,
             sample_gradients=objective.sample_gradients,
             orthogonality_error=0.0,
             set_sizes={name: draw.sizes[name] for name in ("A", "B") if name in draw.sizes},
@@ -222,7 +223,7 @@ class HessianFree(ClosureOptimizer):
         """f and g on A, and from the same pass the diagonal of M⁻¹."""
         if self._preconditioner is None:
             return *objective.value_and_gradient(draw.a), None
-        start = functools.partial(self._preconditioner.start, objective, 0, iteration, 0)
+        start = functools.partial(self._preconditioner.gather, objective, StepKey(0, iteration))
         losses, g, fisher = pass_with_statistics(objective, draw.a, start)
         if not fisher.available:
             return losses, g, None

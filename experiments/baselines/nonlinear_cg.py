@@ -15,15 +15,16 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from experiments.baselines.line_search import Trial, strong_wolfe
+from experiments.baselines.remembered import drawn, read_vector, write_vectors
 from krylov_descent.base import ClosureOptimizer
-from krylov_descent.krylov.step import Clock, require_finite
 from krylov_descent.objective.closure import no_inference_mode
 from krylov_descent.objective.consistency import check_consistency
 from krylov_descent.objective.objective import Objective, relative_noise
 from krylov_descent.report import StepReport, StopReason
-from krylov_descent.safety.atomic import AsBefore
-from krylov_descent.samples.subsets import FullBatch, StepSets, Subsets
-from krylov_descent.state import read_vector, write_vectors
+from krylov_descent.safety.atomic import RestoreOnError
+from krylov_descent.samples.interface import SamplePolicy, StepSets
+from krylov_descent.stepping.gradient_pass import require_finite
+from krylov_descent.stepping.step_log import StepLog
 from krylov_descent.vectors.parameters import ParameterVector
 
 _GROWTH = 10.0  # of the first trial over the last step
@@ -58,7 +59,7 @@ class NonlinearCG(ClosureOptimizer):
         super().__init__(params, weight_decay)
 
     def step(  # type: ignore[override]
-        self, closure: Callable[..., Any], sets: Subsets | None = None
+        self, closure: Callable[..., Any], sets: SamplePolicy | None = None
     ) -> StepReport:
         """One line search.
 
@@ -73,13 +74,13 @@ class NonlinearCG(ClosureOptimizer):
             ValueError: the closure cannot be used, with the remedy; everything is then as before.
         """
         no_inference_mode()
-        clock, parameters = Clock(), self._parameters()
+        clock, parameters = StepLog(self._comm), self._parameters()
         numbers = dict(self.state.get(self._first_parameter(), {}))
         iteration = int(numbers.get("iteration", 0))
         theta = parameters.read()
-        with AsBefore(parameters, lambda: theta, self.state), torch.enable_grad(), self._full_precision():
+        with RestoreOnError(parameters, lambda: theta, self.state), torch.enable_grad(), self._full_precision():
             objective = self._objective(closure, sets, parameters)
-            draw = (FullBatch() if sets is None else sets).draw(iteration, krylov_dim=1)
+            draw = drawn(sets, iteration, 1)
             if iteration == 0:
                 check_consistency(objective, draw, curvature_of_outputs=False)
             start, p, identity = self._start(objective, draw, numbers)
@@ -106,7 +107,7 @@ class NonlinearCG(ClosureOptimizer):
             inner_evaluations=search.trials,
             stop_reason=search.reason,
             accepted=True,
-            seconds=clock.laps,
+            seconds=clock.seconds,
             sample_gradients=objective.sample_gradients,
             orthogonality_error=0.0,
             set_sizes={"A": draw.sizes["A"]} if "A" in draw.sizes else {},
@@ -118,7 +119,7 @@ class NonlinearCG(ClosureOptimizer):
     ) -> tuple[Trial, Tensor | None, tuple[object, ...]]:
         """f and g at θ, from the last search if they hold still; its direction for this one; and what they hold for."""
         parameters = objective.parameters
-        identity = (objective.identity, *parameters.decay, *map(id, parameters.params))
+        identity = (objective.workspace, *parameters.decay)
         theta = parameters.read()
         x, g, p = (
             read_vector(self.state, parameters, key, partial=False) for key in ("point", "gradient", "direction")

@@ -4,11 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
+import torch
 import tyro
+
+from experiments.common.budget import Budget
+from experiments.common.markdown import show
+from experiments.common.settings import pair
+from experiments.deep.figures import figure
+from experiments.deep.study import ablate, pace, study, tune
+from experiments.deep.table import table
+from experiments.supervised.commands import train
+from experiments.supervised.methods import settings_of
+from experiments.supervised.run import RunConfig
+from experiments.supervised.study import Where
 
 RESULTS = Path("results/deep")
 MARKS = ("<!-- deep-table -->", "<!-- /deep-table -->")
@@ -42,6 +53,20 @@ class Run:
     quiet: bool = False
     """No progress bar."""
 
+    def execute(self) -> None:
+        """Train."""
+        torch.set_num_threads(1)
+        config = RunConfig(
+            self.method,
+            settings_of(self.method, dict(pair(text) for text in self.set)),
+            Budget(self.seconds, "seconds"),
+            self.seed,
+            clock="cpu",
+            label=self.label,
+            pace=pace(self.seconds, self.marks, trial=self.trial),
+        )
+        train(self.task, config, self.results, data=self.data, samples=self.samples, quiet=self.quiet)
+
 
 @dataclasses.dataclass(frozen=True)
 class _Runs:
@@ -53,6 +78,10 @@ class _Runs:
     """Directory of the data sets; the environment variable KRYLOV_DESCENT_DATA unless given."""
     samples: int | None = None
     """Only so many training samples, to try the command out."""
+    results: Path = RESULTS
+
+    def _where(self) -> Where:
+        return Where(self.data, self.results, self.jobs, self.samples)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +94,10 @@ class Tune(_Runs):
     """CPU seconds."""
     results: Path = Path("results/tuning/deep")
 
+    def execute(self) -> None:
+        """Run the trials."""
+        tune(self.tasks, self.methods, self._where(), budgets=self.budgets)
+
 
 @dataclasses.dataclass(frozen=True)
 class Study(_Runs):
@@ -75,7 +108,10 @@ class Study(_Runs):
     budgets: tuple[float, ...] = (60.0, 300.0, 1200.0)
     """CPU seconds. A method without a schedule has one run, of the longest."""
     seeds: int = 3
-    results: Path = RESULTS
+
+    def execute(self) -> None:
+        """Make the runs."""
+        study(self.tasks, self.methods, self._where(), budgets=self.budgets, seeds=self.seeds)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +123,10 @@ class Ablate(_Runs):
     seconds: float = 300.0
     """CPU seconds."""
     seeds: int = 1
-    results: Path = RESULTS
+
+    def execute(self) -> None:
+        """Make the runs."""
+        ablate(self.tasks, self.labels, self._where(), seconds=self.seconds, seeds=self.seeds)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,6 +137,10 @@ class Table:
     into: Path | None = None
     """Put them into this file instead, between the lines <!-- deep-table --> and <!-- /deep-table -->."""
 
+    def execute(self) -> None:
+        """Print, or put them in."""
+        show(table(self.results), self.into, MARKS)
+
 
 @dataclasses.dataclass(frozen=True)
 class Figure:
@@ -106,110 +149,18 @@ class Figure:
     results: Path = RESULTS
     out: Path = Path("figures")
 
-
-Command = (
-    Annotated[Run, tyro.conf.subcommand("run")]
-    | Annotated[Tune, tyro.conf.subcommand("tune")]
-    | Annotated[Study, tyro.conf.subcommand("study")]
-    | Annotated[Ablate, tyro.conf.subcommand("ablate")]
-    | Annotated[Table, tyro.conf.subcommand("table")]
-    | Annotated[Figure, tyro.conf.subcommand("figure")]
-)
+    def execute(self) -> None:
+        """Draw."""
+        for path in figure(self.results, self.out):
+            sys.stdout.write(f"{path}\n")
 
 
 @dataclasses.dataclass(frozen=True)
 class Deep:
     """Deep networks, KSD and tuned rivals at equal CPU time: run, tune, study, ablate, table or figure."""
 
-    command: Annotated[Command, tyro.conf.arg(name="")]
+    command: Annotated[Run | Tune | Study | Ablate | Table | Figure, tyro.conf.arg(name="")]
 
-
-def execute(options: Deep) -> None:
-    """Do what the command line says."""
-    _COMMANDS[type(options.command)](options.command)
-
-
-def _run(options: Run) -> None:
-    import torch
-
-    from experiments.budget import Budget
-    from experiments.deep.study import pace
-    from experiments.loop import RunConfig, run
-    from experiments.methods import settings_of
-    from experiments.problems import load_problem
-    from experiments.progress import watching
-    from experiments.settings import pair
-
-    torch.set_num_threads(1)
-    torch.set_flush_denormal(True)
-    budget = Budget(options.seconds, "seconds")
-    config = RunConfig(
-        options.method,
-        settings_of(options.method, dict(pair(text) for text in options.set)),
-        budget,
-        options.seed,
-        clock="cpu",
-        label=options.label,
-        pace=pace(options.seconds, options.marks, trial=options.trial),
-    )
-    problem = load_problem(options.task, options.data, options.samples)
-    title = f"{problem.name}, {config.label or config.method}, seed {config.seed}"
-    try:
-        with watching(title, budget, quiet=options.quiet, tensorboard=None) as watch:
-            path = run(problem, config, options.results, watch)
-    except KeyboardInterrupt:
-        raise SystemExit("\nInterrupted; the same command continues from the last checkpoint.") from None
-    if not options.quiet:
-        sys.stdout.write(f"{path}\n")
-
-
-def _tune(options: Tune) -> None:
-    from experiments.deep.study import tune
-    from experiments.study import Where
-
-    where = Where(options.data, options.results, options.jobs, options.samples)
-    tune(options.tasks, options.methods, where, budgets=options.budgets)
-
-
-def _study(options: Study) -> None:
-    from experiments.deep.study import study
-    from experiments.study import Where
-
-    where = Where(options.data, options.results, options.jobs, options.samples)
-    study(options.tasks, options.methods, where, budgets=options.budgets, seeds=options.seeds)
-
-
-def _ablate(options: Ablate) -> None:
-    from experiments.deep.study import ablate
-    from experiments.study import Where
-
-    where = Where(options.data, options.results, options.jobs, options.samples)
-    ablate(options.tasks, options.labels, where, seconds=options.seconds, seeds=options.seeds)
-
-
-def _table(options: Table) -> None:
-    from experiments.deep.table import table
-    from experiments.pages import put
-
-    text = table(options.results)
-    if options.into is None:
-        sys.stdout.write(text + "\n")
-    else:
-        put(text, options.into, MARKS)
-
-
-def _figure(options: Figure) -> None:
-    from experiments.deep.figures import figure
-
-    for path in figure(options.results, options.out):
-        sys.stdout.write(f"{path}\n")
-
-
-_COMMANDS: dict[type, Callable[[Any], None]] = {
-    Run: _run,
-    Tune: _tune,
-    Study: _study,
-    Ablate: _ablate,
-    Table: _table,
-    Figure: _figure,
-}
+    def execute(self) -> None:
+        """Do what the command says."""
+        self.command.execute()

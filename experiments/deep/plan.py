@@ -1,7 +1,6 @@
 """What the study of deep networks runs: tasks, methods, budgets, the grids that rivals are tuned over, ablations.
 
-Methods are those of ``experiments.methods.KINDS``. One that is named here and not there yet is passed over, and asking
-for it is an error; adding it there is all that is needed.
+Methods are those of ``experiments.supervised.methods.KINDS``.
 
 Tuning is a successive halving, for each task, method and budget: every setting of the grid is tried for a short time,
 the best of them for longer. A trial is a run of its own with a schedule that ends with it, and a seed that the study
@@ -10,14 +9,13 @@ does not use; the loss at its end decides.
 
 from __future__ import annotations
 
-import itertools
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from experiments.common.study import product, read_tuned
 from experiments.deep.style import NAMES
-from experiments.methods import KINDS
+from experiments.supervised.methods import KINDS
 
 TASKS = ("curves", "mnist-ae", "spoken-digits", "fashion-conv", "char-lstm", "char-transformer")
 METHODS = tuple(NAMES)
@@ -63,50 +61,24 @@ def grid(task: str, method: str) -> list[dict[str, Any]]:
     if method == "adamw":
         # On both autoencoders 3e-3 and 50 were the best of 3e-4 … 3e-3 and 50, 200, and linear ahead of cosine.
         rates = (3e-4, 1e-3, 3e-3) if task == "spoken-digits" else (1e-3, 3e-3, 1e-2)
-        return _product(lr=rates, batch=(25, 50) if sums else (50, 200), schedule=("linear",))
+        return product(lr=rates, batch=(25, 50) if sums else (50, 200), schedule=("linear",))
     if method == "soap":
         rates = (1e-3, 3e-3, 1e-2)
-        return _product(lr=rates, batch=(50, 200), schedule=_SCHEDULES)
+        return product(lr=rates, batch=(50, 200), schedule=_SCHEDULES)
     if method == "nesterov":  # of momentum 0.99 a learning rate is worth ten times that of 0.9
         rates = (3e-3, 1e-2, 3e-2) if sums else (0.03, 0.1, 0.3) if images else (0.1, 0.3, 1.0)
-        slow = _product(lr=rates, momentum=(0.9,), batch=(50,), schedule=_SCHEDULES)
-        return slow + _product(lr=[rate / 10 for rate in rates], momentum=(0.99,), batch=(50,), schedule=_SCHEDULES)
+        slow = product(lr=rates, momentum=(0.9,), batch=(50,), schedule=_SCHEDULES)
+        return slow + product(lr=[rate / 10 for rate in rates], momentum=(0.99,), batch=(50,), schedule=_SCHEDULES)
     if method == "kfac":
-        return _product(damping=(1e-2, 0.1), batch=(250, 500, 2000))
+        return product(damping=(1e-2, 0.1), batch=(250, 500, 2000))
     if method == "hf":
-        return _product(damping=(1.0, 10.0, 45.0, 150.0) if sums else (0.1, 1.0, 10.0, 45.0), fraction=(0.05, 0.25))
+        return product(damping=(1.0, 10.0, 45.0, 150.0) if sums else (0.1, 1.0, 10.0, 45.0), fraction=(0.05, 0.25))
     return []
 
 
 def scheduled(method: str) -> bool:
     """Whether a run depends on its budget; one long run of any other method serves all shorter budgets too."""
     return KINDS[method].scheduled
-
-
-def checked_methods(methods: Sequence[str]) -> list[str]:
-    """Those named, or all that there are.
-
-    Raises:
-        ValueError: there is no such method, or not yet.
-    """
-    for method in methods:
-        if method not in METHODS:
-            raise ValueError(f"There is no method {method!r} in this study; there are {', '.join(METHODS)}.")
-        if method not in KINDS:
-            raise ValueError(f"{method} has a place in this study, but is not in experiments.methods.KINDS yet.")
-    return [method for method in methods or METHODS if method in KINDS]
-
-
-def checked_tasks(tasks: Sequence[str]) -> list[str]:
-    """Those named, or all.
-
-    Raises:
-        ValueError: there is no such task.
-    """
-    unknown = [task for task in tasks if task not in TASKS]
-    if unknown:
-        raise ValueError(f"There is no task {unknown[0]!r} in this study; there are {', '.join(TASKS)}.")
-    return list(tasks or TASKS)
 
 
 def label(method: str, seconds: float) -> str:
@@ -116,13 +88,8 @@ def label(method: str, seconds: float) -> str:
 
 def settings(task: str, method: str, seconds: float) -> dict[str, Any]:
     """What tuning chose for a budget, or for the longest shorter one; otherwise the method's own settings."""
-    known = json.loads(TUNED.read_text()) if TUNED.exists() else {}
-    chosen = known.get(task, {}).get(method, {})
+    chosen = read_tuned(TUNED).get(task, {}).get(method, {})
     if not scheduled(method):
         return dict(chosen.get("any", {}).get("settings", {}))
     shorter = [float(key) for key in chosen if float(key) <= seconds]
     return dict(chosen[f"{max(shorter):g}"]["settings"]) if shorter else {}
-
-
-def _product(**values: Sequence[Any]) -> list[dict[str, Any]]:
-    return [dict(zip(values, chosen, strict=True)) for chosen in itertools.product(*values.values())]

@@ -6,11 +6,11 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 
+from experiments.common.markdown import section
+from experiments.common.reach import Reach, reach_along
+from experiments.common.records import Run
+from experiments.deep.records import scheduled
 from experiments.deep.style import NAMES
-from experiments.markdown import section
-from experiments.methods import KINDS
-from experiments.reach import Reach, reach_along
-from experiments.records import Run
 
 #: Task → squared error per training image: HF with momentum (Sutskever et al. 2013), saddle-free Newton (Dauphin et al.
 #: 2014).
@@ -25,8 +25,8 @@ def published(tasks: Mapping[str, Sequence[Run]]) -> list[str]:
     rows = []
     for task in LOWEST.keys() & tasks.keys():
         named = [run for run in tasks[task] if run.method in NAMES]
-        longest = max((run.allowed.amount for run in named), default=0.0)  # a law of shorter runs tells little
-        by_method = {m: [run for run in named if run.method == m and run.allowed.amount == longest] for m in NAMES}
+        longest = max((run.seconds for run in named), default=0.0)  # a law of shorter runs tells little
+        by_method = {m: [run for run in named if run.method == m and run.seconds == longest] for m in NAMES}
         rows += [
             [task, NAMES[method], f"{longest:g}", *_cells(runs, LOWEST[task])]
             for method, runs in by_method.items()
@@ -48,7 +48,7 @@ def _cells(runs: Sequence[Run], target: float) -> list[str]:
     error = statistics.fmean(run.points[-1].error for run in runs)
     spent = statistics.fmean(run.points[-1].gradients * run.samples for run in runs)
     cells = [f"{error:.3g}", f"{spent:.2g}", f"{target:g}"]
-    if runs[0].method in KINDS and KINDS[runs[0].method].scheduled:
+    if scheduled(runs[0]):
         return [*cells, "–", "–"]
     laws = ([(point.gradients * run.samples, point.error) for point in run.points] for run in runs)
     return [*cells, *_cost([found for law in laws if (found := reach_along(law, target)) is not None])]

@@ -3,46 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
-import sys
-from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from experiments.budget import Budget
+from experiments.common.loop import Pace
+from experiments.common.records import read_run
+from experiments.common.study import Planned, end, named, read_tuned, run_missing, write_tuned
 from experiments.deep import plan
-from experiments.files import finished
-from experiments.loop import Pace
-from experiments.methods import settings_of
-from experiments.problems import PROBLEMS
-from experiments.processes import Task, run_all
-from experiments.records import final, read_run
-from experiments.study import Where
+from experiments.supervised.study import Training, Where
 
 ABLATIONS = "ablations"  # folder of results, beside those of the tasks
 
 
-@dataclasses.dataclass(frozen=True)
-class DeepRun:
-    """One run: of a task with a method, and how long; ``trial`` is evaluated four times only."""
-
-    task: str
-    method: str
-    settings: Mapping[str, Any]
-    seconds: float
-    seed: int
-    label: str
-    marks: tuple[float, ...] = ()
-    trial: bool = False
-
-    def path(self, results: Path) -> Path:
-        """Its file."""
-        return results / self.task / f"{self.label}-seed{self.seed}.jsonl"
-
-
 def pace(seconds: float, marks: Sequence[float] = (), *, trial: bool = False) -> Pace:
-    """When a run of so many seconds is evaluated: at most 60 times.
+    """When a run of so many seconds is evaluated: at most 60 times, of a trial four times.
 
     A long run that serves shorter budgets too has points from the beginning of the shortest on.
     """
@@ -66,14 +41,18 @@ def study(
     Raises:
         SystemExit: some failed; the others were run.
     """
-    runs = [
-        DeepRun(task, method, plan.settings(task, method, seconds), seconds, seed, plan.label(method, seconds), marks)
+    wanted = [
+        _planned(
+            Training(task, method, plan.settings(task, method, seconds), seconds, seed, plan.label(method, seconds)),
+            where,
+            marks,
+        )
         for seed in range(seeds)
-        for task in plan.checked_tasks(tasks)
-        for method in plan.checked_methods(methods)
+        for task in named("task", tasks, plan.TASKS)
+        for method in named("method", methods, plan.METHODS)
         for seconds, marks in _lengths(method, budgets)
     ]
-    _end(_run(runs, where))
+    end(run_missing(wanted, where.jobs))
 
 
 def ablate(
@@ -85,17 +64,14 @@ def ablate(
         ValueError: there is no such ablation.
         SystemExit: some runs failed; the others were run.
     """
-    unknown = [label for label in labels if label not in plan.ABLATIONS]
-    if unknown:
-        raise ValueError(f"There is no ablation {unknown[0]!r}; there are {', '.join(plan.ABLATIONS)}.")
-    runs = [
-        DeepRun(task, method, changes, seconds, seed, label)
+    where = dataclasses.replace(where, results=where.results / ABLATIONS)
+    wanted = [
+        _planned(Training(task, *plan.ABLATIONS[label], seconds, seed, label), where)
         for seed in range(seeds)
-        for task in plan.checked_tasks(tasks)
-        for label, (method, changes) in plan.ABLATIONS.items()
-        if not labels or label in labels
+        for task in named("task", tasks, plan.TASKS)
+        for label in named("ablation", labels, plan.ABLATIONS)
     ]
-    _end(_run(runs, dataclasses.replace(where, results=where.results / ABLATIONS)))
+    end(run_missing(wanted, where.jobs))
 
 
 def tune(
@@ -115,12 +91,11 @@ def tune(
         if not plan.grid(plan.TASKS[0], method):
             raise ValueError(f"{method} has nothing to tune.")
     failed: list[str] = []
-    for task in plan.checked_tasks(tasks):
-        for method in plan.checked_methods(methods):
-            lengths = [seconds for seconds, _ in _lengths(method, budgets)]
-            for seconds in lengths if plan.grid(task, method) else ():
+    for task in named("task", tasks, plan.TASKS):
+        for method in named("method", methods, plan.METHODS):
+            for seconds, _ in _lengths(method, budgets) if plan.grid(task, method) else ():
                 failed += _halve(task, method, seconds, where)
-    _end(failed)
+    end(failed)
 
 
 def _lengths(method: str, budgets: Sequence[float]) -> list[tuple[float, tuple[float, ...]]]:
@@ -137,7 +112,7 @@ def _halve(task: str, method: str, seconds: float, where: Where) -> list[str]:
     failed: list[str] = []
     for length, count in plan.RUNGS[seconds]:
         runs = [_trial(task, method, chosen, length) for chosen in left[:count]]
-        failed += _run(runs, where)
+        failed += run_missing([_planned(run, where, trial=True) for run in runs], where.jobs)
         losses = [(_loss(run, where), dict(run.settings)) for run in runs]
         tried += [{"settings": chosen, "seconds": length, "loss": loss} for loss, chosen in losses]
         known = [(loss, chosen) for loss, chosen in losses if loss is not None]
@@ -149,49 +124,24 @@ def _halve(task: str, method: str, seconds: float, where: Where) -> list[str]:
 
 def _choose(task: str, method: str, seconds: float, best: dict[str, Any], tried: list[dict[str, Any]]) -> None:
     key = f"{seconds:g}" if plan.scheduled(method) else "any"
-    tuned = json.loads(plan.TUNED.read_text()) if plan.TUNED.exists() else {}
+    tuned = read_tuned(plan.TUNED)
     tuned.setdefault(task, {}).setdefault(method, {})[key] = {"settings": best, "trials": tried}
-    plan.TUNED.write_text(json.dumps(tuned, indent=1, sort_keys=True) + "\n")
+    write_tuned(plan.TUNED, tuned)
 
 
-def _trial(task: str, method: str, chosen: Mapping[str, Any], seconds: float) -> DeepRun:
+def _trial(task: str, method: str, chosen: Mapping[str, Any], seconds: float) -> Training:
     label = "-".join([method, *(f"{key}={value}" for key, value in chosen.items()), f"{seconds:g}s"])
-    return DeepRun(task, method, chosen, seconds, plan.TUNING_SEED, label, trial=True)
+    return Training(task, method, chosen, seconds, plan.TUNING_SEED, label)
 
 
-def _loss(run: DeepRun, where: Where) -> float | None:
+def _loss(run: Training, where: Where) -> float | None:
     """Training loss at the end of a trial; None if it is not finite, or the trial failed."""
     path = run.path(where.results)
-    point = final(read_run(path)) if path.exists() else None
-    return point.loss if point is not None and math.isfinite(point.loss) else None
+    points = read_run(path).points if path.exists() else ()
+    return points[-1].loss if points and math.isfinite(points[-1].loss) else None
 
 
-def _run(runs: Iterable[DeepRun], where: Where) -> list[str]:
-    if where.jobs < 1:
-        raise ValueError(f"--jobs {where.jobs}: must be at least 1.")
-    return run_all([_task(run, where) for run in runs if not _finished(run, where)], where.jobs)
-
-
-def _finished(run: DeepRun, where: Where) -> bool:
-    """Whether the file is there, of just these settings; if of others, the run itself says so."""
-    samples = min(where.samples or math.inf, PROBLEMS[run.task].samples)
-    expected = {"settings": dataclasses.asdict(settings_of(run.method, run.settings)), "samples": samples}
-    return finished(run.path(where.results), Budget(run.seconds, "seconds"), **expected)
-
-
-def _task(run: DeepRun, where: Where) -> Task:
-    command = [sys.executable, "-m", "experiments", "deep", "run", run.task, run.method, "--quiet"]
-    command += ["--seconds", f"{run.seconds:g}", "--seed", str(run.seed), "--label", run.label]
-    command += ["--results", str(where.results)]
-    command += ["--data", str(where.data)] if where.data else []
-    command += ["--samples", str(where.samples)] if where.samples else []
-    command += ["--marks", *(f"{mark:g}" for mark in run.marks)] if run.marks else []
-    command += ["--trial"] if run.trial else []
-    for key, value in run.settings.items():
-        command += ["--set", f"{key}={value}"]
-    return Task(f"{run.task} {run.label} seed {run.seed}", command)
-
-
-def _end(failed: Sequence[str]) -> None:
-    if failed:
-        raise SystemExit("These runs failed:\n" + "\n".join(failed))
+def _planned(run: Training, where: Where, marks: Sequence[float] = (), *, trial: bool = False) -> Planned:
+    command = ["deep", "run", run.problem, run.method, "--seconds", f"{run.seconds:g}"]
+    command += ["--marks", *(f"{mark:g}" for mark in marks)] if marks else []
+    return run.planned(where, [*command, *(["--trial"] if trial else [])])

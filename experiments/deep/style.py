@@ -4,25 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from experiments.style import LINES as _USUAL
-from experiments.style import Line
-
-NAMES: Mapping[str, str] = {
-    "ksd-kronecker": "KSD, Kronecker",
-    "ksd": "KSD, Fisher",
-    "kfac": "K-FAC",
-    "hf": "HF",
-    "nesterov": "SGD, Nesterov",
-    "adamw": "AdamW",
-    "soap": "SOAP",
-}
+from experiments.common.style import Line
 
 LINES: Mapping[str, Line] = {
-    "ksd-kronecker": Line("#0072B2", "-", "o"),
-    "ksd": Line("#56B4E9", "--", "v"),
-    "kfac": Line("#009E73", "-.", "^"),
-    "hf": _USUAL["hf"],
-    "nesterov": _USUAL["sgd"],
-    "adamw": Line("#000000", ":", "d"),
-    "soap": Line("#E69F00", (0, (5, 1, 1, 1, 1, 1)), "*"),
+    "ksd-kronecker": Line("KSD, Kronecker", "#0072B2", "-", "o"),
+    "ksd": Line("KSD, Fisher", "#56B4E9", "--", "v"),
+    "kfac": Line("K-FAC", "#009E73", "-.", "^"),
+    "hf": Line("HF", "#D55E00", "-", "s"),
+    "nesterov": Line("SGD, Nesterov", "#CC79A7", (0, (3, 1, 1, 1)), "X"),
+    "adamw": Line("AdamW", "#000000", ":", "d"),
+    "soap": Line("SOAP", "#E69F00", (0, (5, 1, 1, 1, 1, 1)), "*"),
 }
+NAMES: Mapping[str, str] = {method: line.name for method, line in LINES.items()}

@@ -1,4 +1,4 @@
-"""The rational basis changed in one thing, or with one of its parts taken away, to see what each is worth."""
+"""The Gauss–Newton flow changed in one thing, or with one of its parts taken away, to see what each is worth."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PARTS: Mapping[str, tuple[str, str, float]] = {
     "bend": ("krylov_descent.flow.factored", "_BEND", 0.0),  # no acceleration is believed
     "gathering": ("krylov_descent.flow.step", "_WAIT", 1),  # damped steps at once
     "growth": ("krylov_descent.flow.step", "_OFTEN", 1.0),  # sketches keep their rows
-    "large-rows": ("krylov_descent.flow.rows", "_LARGE", math.inf),  # all rows are drawn alike
+    "large-rows": ("krylov_descent.flow.row_sampling", "_LARGE", math.inf),  # all rows are drawn alike
     "small-damping": ("krylov_descent.flow.step", "_LEAST", 1e-14),  # what a Gram matrix could resolve
     "short-pieces": ("krylov_descent.flow.step", "_LONGEST _LONGEST_EVER", 1.0),
     "longer-pieces": ("krylov_descent.flow.step", "_LONGEST_EVER", 0.125),  # an eighth, whatever the loss does
@@ -37,13 +37,13 @@ CHANGES: Mapping[str, Mapping[str, Any]] = {
 
 @contextmanager
 def without(part: str) -> Iterator[None]:
-    """Inside, the rational basis lacks it.
+    """Inside, the flow lacks it.
 
     Raises:
         ValueError: there is no such part.
     """
     if part not in PARTS and part not in VALUES:
-        raise ValueError(f"The rational basis has no part {part!r} to be taken away; it has {', '.join(PARTS)}.")
+        raise ValueError(f"The flow has no part {part!r} to be taken away; it has {', '.join(PARTS)}.")
     name, constants, value = {**PARTS, **VALUES}[part]
     module = importlib.import_module(name)
     usual = {constant: getattr(module, constant) for constant in constants.split()}

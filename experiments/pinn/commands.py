@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
+import torch
 import tyro
+
+from experiments.common.budget import Budget
+from experiments.common.markdown import show
+from experiments.common.progress import follow
+from experiments.common.settings import pair
+from experiments.pinn.figures import figures
+from experiments.pinn.run import RunConfig, run
+from experiments.pinn.study import Plan, ablate, settings, study, tune
+from experiments.pinn.table import table
 
 RESULTS = Path("results")
 MARKS = ("<!-- pinn-table -->", "<!-- /pinn-table -->")
@@ -44,9 +53,39 @@ class Run:
     quiet: bool = False
     """No progress bar."""
 
+    def execute(self) -> None:
+        """Solve it."""
+        torch.set_num_threads(1)
+        torch.set_flush_denormal(True)
+        chosen = settings(self.method, self.network) if self.tuned else {}
+        pairs = dict(pair(text) for text in self.set)
+        names = ("problem", "method", "seconds", "seed", "network", "dtype", "resample", "points", "label")
+        config = RunConfig(settings={**chosen, **pairs}, **{name: getattr(self, name) for name in names})
+        follow(
+            lambda watch: run(config, self.results, watch=watch),
+            f"{config.problem}, {config.name}, seed {config.seed}",
+            Budget(config.seconds, "seconds"),
+            ("steps", "loss", "error"),
+            interrupted="nothing was written",
+            quiet=self.quiet,
+        )
+
 
 @dataclasses.dataclass(frozen=True)
-class Study:
+class _Runs:
+    seconds: float = 60.0
+    """CPU seconds of a run."""
+    networks: tuple[str, ...] = ("3x32",)
+    jobs: int = 2
+    """Runs at a time, one thread each."""
+    results: Path = RESULTS
+
+    def _plan(self, problems: tuple[str, ...], methods: tuple[str, ...], seeds: int) -> Plan:
+        return Plan(problems, methods, seeds, self.seconds, self.networks)
+
+
+@dataclasses.dataclass(frozen=True)
+class Study(_Runs):
     """All runs of the study, the first seed of everything first; goes on where it was cut off."""
 
     problems: tyro.conf.Positional[tuple[str, ...]] = ()
@@ -54,29 +93,25 @@ class Study:
     methods: tuple[str, ...] = ()
     """All unless given."""
     seeds: int = 3
-    seconds: float = 60.0
-    """CPU seconds of a run."""
-    networks: tuple[str, ...] = ("3x32",)
-    jobs: int = 2
-    """Runs at a time, one thread each."""
-    results: Path = RESULTS
+
+    def execute(self) -> None:
+        """Make the runs."""
+        study(self._plan(self.problems, self.methods, self.seeds), self.results, self.jobs)
 
 
 @dataclasses.dataclass(frozen=True)
-class Ablate:
-    """Runs of the rational basis that lacks a part, or is changed in one thing; `pinn table` compares them."""
+class Ablate(_Runs):
+    """Runs of the Gauss–Newton flow that lacks a part, or is changed in one thing; `pinn table` compares them."""
 
     problems: tyro.conf.Positional[tuple[str, ...]] = ()
     """All equations unless given."""
     changes: tuple[str, ...] = ()
     """without-bend, without-gathering, …, rows-100, …; each of all in turn unless given."""
     seeds: int = 1
-    seconds: float = 60.0
-    """CPU seconds of a run."""
-    networks: tuple[str, ...] = ("3x32",)
-    jobs: int = 2
-    """Runs at a time, one thread each."""
-    results: Path = RESULTS
+
+    def execute(self) -> None:
+        """Make the runs."""
+        ablate(self._plan(self.problems, (), self.seeds), self.changes, self.results, self.jobs)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,6 +129,11 @@ class Tune:
     """Runs at a time, one thread each."""
     results: Path = RESULTS / "tuning"
 
+    def execute(self) -> None:
+        """Run the trials."""
+        problems, seconds, network = self.problems, self.seconds, self.network
+        tune(self.methods, self.results, self.jobs, problems=problems, seconds=seconds, network=network)
+
 
 @dataclasses.dataclass(frozen=True)
 class Table:
@@ -105,6 +145,10 @@ class Table:
     into: Path | None = None
     """Put them into this file instead, between the lines <!-- pinn-table --> and <!-- /pinn-table -->."""
 
+    def execute(self) -> None:
+        """Print, or put them in."""
+        show(table(self.results, self.methods), self.into, MARKS)
+
 
 @dataclasses.dataclass(frozen=True)
 class Figure:
@@ -115,116 +159,23 @@ class Figure:
     results: Path = RESULTS
     out: Path = Path("figures")
 
-
-Command = (
-    Annotated[Run, tyro.conf.subcommand("run")]
-    | Annotated[Study, tyro.conf.subcommand("study")]
-    | Annotated[Ablate, tyro.conf.subcommand("ablate")]
-    | Annotated[Tune, tyro.conf.subcommand("tune")]
-    | Annotated[Table, tyro.conf.subcommand("table")]
-    | Annotated[Figure, tyro.conf.subcommand("figure")]
-)
+    def execute(self) -> None:
+        """Draw."""
+        paths = figures(self.results, self.out, self.methods)
+        sys.stdout.writelines(f"{path}\n" for path in paths)
+        if not any("-fields-" in path.name for path in paths):
+            sys.stdout.write(
+                "No pictures of solutions: they need the .npz files beside runs of seed 0, which git does not keep. "
+                "Make those with `python -m experiments pinn study --results mine`.\n"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
 class Pinn:
     """Optimizers on physics-informed networks at equal CPU time: run, study, ablate, tune, table or figure."""
 
-    command: Annotated[Command, tyro.conf.arg(name="")]
+    command: Annotated[Run | Study | Ablate | Tune | Table | Figure, tyro.conf.arg(name="")]
 
-
-def execute(options: Pinn) -> None:
-    """Do what the command line says."""
-    _COMMANDS[type(options.command)](options.command)
-
-
-def _run(options: Run) -> None:
-    import torch
-    from tqdm import tqdm
-
-    from experiments.pinn.loop import RunConfig, run
-    from experiments.pinn.records import Point
-    from experiments.pinn.study import settings
-    from experiments.settings import pair
-
-    torch.set_num_threads(1)
-    torch.set_flush_denormal(True)
-    chosen = settings(options.method, options.network) if options.tuned else {}
-    pairs = dict(pair(text) for text in options.set)
-    named = ("problem", "method", "seconds", "seed", "network", "dtype", "resample", "points", "label")
-    config = RunConfig(settings={**chosen, **pairs}, **{name: getattr(options, name) for name in named})
-    title = f"{config.problem}, {config.name}, seed {config.seed}"
-    layout = "{l_bar}{bar}| {n:.0f}/{total:g} s {postfix}"
-    try:
-        with tqdm(total=options.seconds, desc=title, bar_format=layout, disable=options.quiet) as bar:
-
-            def watch(spent: float, point: Point | None) -> None:
-                bar.update(min(spent, options.seconds) - bar.n)
-                if point is not None:
-                    bar.set_postfix_str(f"step {point.steps}, loss {point.loss:.3g}, error {point.error:.3g}")
-
-            path = run(config, options.results, watch=watch)
-    except KeyboardInterrupt:
-        raise SystemExit("\nInterrupted; nothing was written.") from None
-    if not options.quiet:
-        sys.stdout.write(f"{path}\n")
-
-
-def _study(options: Study) -> None:
-    from experiments.pinn.study import Plan, study
-
-    plan = Plan(options.problems, options.methods, options.seeds, options.seconds, options.networks)
-    study(plan, options.results, options.jobs)
-
-
-def _ablate(options: Ablate) -> None:
-    from experiments.pinn.study import Plan, ablate
-
-    plan = Plan(options.problems, (), options.seeds, options.seconds, options.networks)
-    ablate(plan, options.changes, options.results, options.jobs)
-
-
-def _tune(options: Tune) -> None:
-    from experiments.pinn.study import tune
-
-    tune(
-        options.methods,
-        options.results,
-        options.jobs,
-        problems=options.problems,
-        seconds=options.seconds,
-        network=options.network,
-    )
-
-
-def _table(options: Table) -> None:
-    from experiments.pages import put
-    from experiments.pinn.table import table
-
-    text = table(options.results, options.methods)
-    if options.into is None:
-        sys.stdout.write(text + "\n")
-    else:
-        put(text, options.into, MARKS)
-
-
-def _figure(options: Figure) -> None:
-    from experiments.pinn.figures import figures
-
-    paths = figures(options.results, options.out, options.methods)
-    sys.stdout.writelines(f"{path}\n" for path in paths)
-    if not any("-fields-" in path.name for path in paths):
-        sys.stdout.write(
-            "No pictures of solutions: they need the .npz files beside runs of seed 0, which git does not keep. "
-            "Make those with `python -m experiments pinn study --results mine`.\n"
-        )
-
-
-_COMMANDS: dict[type, Callable[[Any], None]] = {
-    Run: _run,
-    Study: _study,
-    Ablate: _ablate,
-    Tune: _tune,
-    Table: _table,
-    Figure: _figure,
-}
+    def execute(self) -> None:
+        """Do what the command says."""
+        self.command.execute()

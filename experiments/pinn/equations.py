@@ -201,7 +201,6 @@ def _convection(speed: float) -> Equation:
 _ZERO = functools.partial(equals, target=_zero)
 _SINES = functools.partial(_sines, scale=1.0, waves=1)
 _WAVES = functools.partial(_sines, scale=1.0, waves=4)
-_WAVE_SOURCE = functools.partial(_sines, scale=1 - 17 * PI**2, waves=4)
 
 EQUATIONS: dict[str, Equation] = {
     "poisson2d": _poisson(-1.0, 1.0, 2, _SINES, functools.partial(_sines, scale=2 * PI**2, waves=1)),

@@ -7,30 +7,27 @@ held-out: the loss on other collocation points over that on those trained on.
 
 from __future__ import annotations
 
-import bisect
-import math
-import statistics
+import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from experiments.figures import save
+from experiments.common.figures import label_panels, legend, panels, save, styled
+from experiments.common.records import Run
+from experiments.common.series import series
+from experiments.common.style import number_ticks
 from experiments.pinn.fits import FITS
 from experiments.pinn.problems import PROBLEMS
-from experiments.pinn.records import Group, Run, compared, only, read_groups
+from experiments.pinn.records import Group, column, compared, fields, only, read_groups
 from experiments.pinn.style import BASE, NAMES, looks
 from experiments.pinn.unseen import UNSEEN
-from experiments.style import RC, WIDTH, number_ticks
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.axis import Axis as PlotAxis
     from matplotlib.figure import Figure
-
-_COLUMNS = 3
-_SMALLER: Any = {"axes.titlesize": 9, "axes.labelsize": 9, "xtick.labelsize": 8, "ytick.labelsize": 8}
 
 
 def figures(results: Path, out: Path, columns: Sequence[str] = ()) -> list[Path]:
@@ -38,14 +35,12 @@ def figures(results: Path, out: Path, columns: Sequence[str] = ()) -> list[Path]
 
     They are ``pinn-<kind>-<network>-<seconds>s``, or ``pinn-unseen-…`` and ``pinn-fits-…``.
     """
-    import matplotlib as mpl
-
     groups = compared(read_groups(results, (*PROBLEMS, *UNSEEN, *FITS), list(NAMES), columns))
     kinds = {"pinn": PROBLEMS, "pinn-unseen": UNSEEN, "pinn-fits": FITS}
     parts = [(stem, only(group, names)) for stem, names in kinds.items() for group in groups]
     out.mkdir(parents=True, exist_ok=True)
     paths = []
-    with mpl.rc_context({**RC, **_SMALLER}):
+    with styled(narrow=True):
         for stem, group in parts:
             for kind, draw in (("error", _error), ("fields", _fields), ("held-out", _held_out)):
                 if group is not None:
@@ -53,36 +48,22 @@ def figures(results: Path, out: Path, columns: Sequence[str] = ()) -> list[Path]
     return paths
 
 
-def medians(runs: Sequence[Run]) -> tuple[list[float], list[float]]:
-    """Times at which a run was evaluated, and the median error over runs there.
-
-    Until its next point, and after its end, a run has the error of its last finite point, as in tables. The times
-    begin where all runs that have points after their start have one.
-    """
-    curves = [[(p.seconds, p.error) for p in run.points if p.finite] for run in runs]
-    began = max(min((t for t, _ in curve if t > 0), default=0.0) for curve in curves)
-    times = sorted({t for curve in curves for t, _ in curve if t >= began and t > 0})
-    rows = [[curve[bisect.bisect_right(curve, (t, math.inf)) - 1][1] for curve in curves] for t in times]
-    return times, [statistics.median(row) for row in rows]
-
-
 def _error(group: Group) -> Figure | None:
-    drawn, axes = _panels(list(group.runs), 1.95)
-    styles = looks(list(group.columns))
-    for axis, (name, by) in zip(axes, group.runs.items(), strict=True):
+    drawn, axes = _panels(group)
+    styles = _looks(group)
+    for axis, (problem, by) in zip(axes, group.runs.items(), strict=True):
         shown: list[float] = []
-        for number, (column, runs) in enumerate(by.items()):
-            times, middle = medians(runs)
-            if not times:
+        for number, (name, runs) in enumerate(by.items()):
+            curve, look = series(runs, "seconds", "error", exact=True), styles[name]
+            if curve is None:
                 continue
-            shown += middle
-            look = {**styles[column].arguments(), **_weight(column)}
+            shown += curve.middle
             for run in runs if len(runs) > 1 else ():
                 some = [(p.seconds, p.error) for p in run.points if p.finite and p.seconds > 0]
                 axis.plot(*zip(*some, strict=True), color=look["color"], linewidth=0.5, alpha=0.4)
             # Markers stand at different places on each line, so that lines on top of each other can be told apart.
-            axis.plot(times, middle, markevery=(0.02 + 0.03 * number, 0.33), **look)
-        axis.set(title=name, xscale="log", yscale="log")
+            axis.plot(curve.times, curve.middle, markevery=(0.02 + 0.03 * number, 0.33), **look)
+        axis.set(title=problem, xscale="log", yscale="log")
         if shown and min(shown) > 0:
             low, high = min(shown), max(shown)
             if high < 3 * low:  # where nothing happens, little differences are not to fill the panel
@@ -90,40 +71,34 @@ def _error(group: Group) -> Figure | None:
                 axis.set_ylim(low, high)
             _ticks(axis.yaxis, low, high)
         _ticks(axis.xaxis, 1.0, max(group.seconds, 2.0))
-    for axis in axes[:: min(_COLUMNS, len(axes))]:
-        axis.set_ylabel("relative L2 error")
-    _below(axes, "CPU seconds")
-    _legend(drawn, group)
-    drawn.suptitle(_title("Error over time", group), fontsize=10)
+    _finish(drawn, axes, ("CPU seconds", "relative L2 error"), "Error over time", group)
     return drawn
 
 
 def _held_out(group: Group) -> Figure | None:
     """Every seed's path, with a marker where it ended; on the diagonal both losses are equal."""
-    drawn, axes = _panels(list(group.runs), 1.95)
-    styles = looks(list(group.columns))
-    for axis, (name, by) in zip(axes, group.runs.items(), strict=True):
+    drawn, axes = _panels(group)
+    styles = _looks(group)
+    for axis, (problem, by) in zip(axes, group.runs.items(), strict=True):
         values: list[float] = []
-        for column, runs in by.items():
-            look = {**styles[column].arguments(), **_weight(column)}
+        for name, runs in by.items():
+            look = styles[name]
             for run in runs:
-                some = [(p.loss, p.held_out) for p in run.points if p.finite and min(p.loss, p.held_out) > 0]
+                both = [(p.loss, p.held_out_loss) for p in run.points if p.finite]
+                some = [pair for pair in both if min(pair) > 0]
                 if not some:
                     continue
                 values += [value for pair in some for value in pair]
                 axis.plot(*zip(*some, strict=True), **{**look, "linewidth": 0.8, "marker": ""}, alpha=0.6)
                 axis.plot(*some[-1], **{**look, "linestyle": "none"})
-        axis.set(title=name, xscale="log", yscale="log")
+        axis.set(title=problem, xscale="log", yscale="log")
         if values:
             ends = [min(values), max(values)]
             axis.plot(ends, ends, color="#999999", linewidth=0.8, zorder=0)
             _ticks(axis.yaxis, *ends)
             _ticks(axis.xaxis, *ends)
-    for axis in axes[:: min(_COLUMNS, len(axes))]:
-        axis.set_ylabel("held-out loss")
-    _below(axes, "training loss")
-    _legend(drawn, group)
-    drawn.suptitle(_title("Loss on other points over loss on the points trained on", group), fontsize=10)
+    title = "Loss on other points over loss on the points trained on"
+    _finish(drawn, axes, ("training loss", "held-out loss"), title, group)
     return drawn
 
 
@@ -133,20 +108,19 @@ def _fields(group: Group) -> Figure | None:
     if not rows:
         return None
     from matplotlib.colors import LogNorm
-    from matplotlib.figure import Figure
 
-    drawn = Figure(figsize=(WIDTH, 0.5 + 1.6 * len(rows)), layout="constrained")
-    axes = drawn.subplots(len(rows), 3, squeeze=False)
-    for line, (name, (ours, rival)) in zip(axes, rows.items(), strict=True):
-        kept = [np.load(run.fields) for run in (ours, rival)]
+    drawn, axes = panels(3 * len(rows), 3, 1.6, beside=0.5)
+    for i, (name, (ours, rival)) in enumerate(rows.items()):
+        line = axes[3 * i : 3 * i + 3]
+        kept = [np.load(fields(run)) for run in (ours, rival)]
         exact, off = kept[0]["exact"], [abs(each["error"]) for each in kept]
         # One scale for both errors, over the decades that have most of them: zeros of the error would take many more.
         top = max(float(each.max()) for each in off) or 1.0
         low = min(max(min(float(np.quantile(each, 0.05)) for each in off), 1e-8 * top), 1e-2 * top)
         scale = LogNorm(low, top)
         bound = float(abs(exact).max())
-        titles = [f"{name}: u*", *(f"|u − u*|, {NAMES.get(run.column, run.column)}" for run in (ours, rival))]
-        pictures = [(exact, {"cmap": "RdBu_r", "vmin": -bound, "vmax": bound})]
+        titles = [f"{name}: u*", *(f"|u − u*|, {NAMES.get(column(run), column(run))}" for run in (ours, rival))]
+        pictures: list[tuple[Any, dict[str, Any]]] = [(exact, {"cmap": "RdBu_r", "vmin": -bound, "vmax": bound})]
         pictures += [(np.clip(each, low, None), {"cmap": "viridis", "norm": scale}) for each in off]
         first, second = kept[0]["first"], kept[0]["second"]
         extent = (first[0], first[-1], second[0], second[-1])
@@ -164,23 +138,19 @@ def _fields(group: Group) -> Figure | None:
 
 def _pair(by: Mapping[str, Sequence[Run]]) -> tuple[Run, Run] | None:
     """Our run and the rival's with the lowest error, of those whose solutions were kept."""
-    kept = [run for runs in by.values() for run in runs if run.fields.exists()]
-    ours = [run for run in kept if run.column == BASE]
+    kept = [run for runs in by.values() for run in runs if fields(run).exists()]
+    ours = [run for run in kept if column(run) == BASE]
     rivals = [run for run in kept if not run.method.startswith("ksd")]
     return (ours[0], min(rivals, key=lambda run: run.final.error)) if ours and rivals else None
 
 
-def _panels(names: Sequence[str], height: float) -> tuple[Figure, list[Axes]]:
-    """A panel for every name, in rows of a few."""
-    from matplotlib.figure import Figure
+def _columns(group: Group) -> int:
+    return min(3, len(group.runs))
 
-    columns = min(_COLUMNS, len(names))
-    rows = math.ceil(len(names) / columns)
-    drawn = Figure(figsize=(WIDTH, 1.2 + height * rows), layout="constrained")
-    axes = list(drawn.subplots(rows, columns, squeeze=False).flat)
-    for unused in axes[len(names) :]:
-        unused.remove()
-    return drawn, axes[: len(names)]
+
+def _panels(group: Group) -> tuple[Figure, list[Axes]]:
+    """A panel for every problem."""
+    return panels(len(group.runs), _columns(group), 1.95, beside=1.2)
 
 
 def _ticks(axis: PlotAxis, low: float, high: float) -> None:
@@ -192,25 +162,18 @@ def _ticks(axis: PlotAxis, low: float, high: float) -> None:
         axis.set_major_locator(LogLocator(numticks=5))
 
 
-def _below(axes: Sequence[Axes], text: str) -> None:
-    """Under the lowest panel of every column."""
-    for axis in axes[-min(_COLUMNS, len(axes)) :]:
-        axis.set_xlabel(text)
-
-
-def _weight(column: str) -> dict[str, Any]:
+def _looks(group: Group) -> dict[str, dict[str, Any]]:
     """Ours in front and thicker: it is what the others are compared with."""
-    return {"linewidth": 2.0, "zorder": 4, "markersize": 4.5} if column == BASE else {"linewidth": 1.1, "markersize": 3}
+    ours, others = {"linewidth": 2.0, "zorder": 4, "markersize": 4.5}, {"linewidth": 1.1, "markersize": 3}
+    lines = looks(list(group.columns))
+    return {name: {**line.arguments(), **(ours if name == BASE else others)} for name, line in lines.items()}
 
 
-def _legend(drawn: Figure, group: Group) -> None:
-    from matplotlib.lines import Line2D
-
-    handles = [
-        Line2D([], [], label=NAMES.get(column, column), **{**look.arguments(), **_weight(column)})
-        for column, look in looks(list(group.columns)).items()
-    ]
-    drawn.legend(handles=handles, loc="outside lower center", ncols=min(5, len(handles)), frameon=False, handlelength=3)
+def _finish(drawn: Figure, axes: Sequence[Axes], labels: tuple[str, str], title: str, group: Group) -> None:
+    """What the axes are, the legend and the title."""
+    label_panels(axes, _columns(group), labels[0], itertools.repeat(labels[1]))
+    legend(drawn, {NAMES.get(name, name): look for name, look in _looks(group).items()}, handlelength=3)
+    drawn.suptitle(_title(title, group), fontsize=10)
 
 
 def _title(text: str, group: Group) -> str:

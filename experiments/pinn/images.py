@@ -19,10 +19,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from experiments.networks import linear
 from experiments.pinn import points as places
 from experiments.pinn.networks import Network, Size
 from experiments.pinn.samples import Fit, Samples
+from experiments.supervised.networks import linear
 
 PEAK = 2.0
 """From black to white."""

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from experiments.networks import linear
+from experiments.supervised.networks import linear
 
 
 class Size(NamedTuple):

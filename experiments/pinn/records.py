@@ -1,11 +1,7 @@
-"""Runs of the PINN study as they were recorded, and what tables and figures ask of them. Nothing here trains.
+"""Runs of the PINN study by network and budget, and what tables and figures ask of them. Nothing here trains.
 
-A run is one file, ``<results>/pinn/<problem>/<network>/<label>-seed<seed>.jsonl``: a header, points, an end; or it is a
-line of the packed file ``<results>/pinn/<network>.jsonl``. Files are written when a run has ended, so there are no half
-ones. A number that was not finite is null there and NaN here.
-
-n   number of parameters of the network
-N   number of residuals, over all terms of the loss
+A run is one file, ``<results>/pinn/<problem>/<network>/<label>-seed<seed>.jsonl``, or a line of the packed file
+``<results>/pinn/<network>.jsonl``. Files are written when a run has ended, so there are no half ones.
 """
 
 from __future__ import annotations
@@ -15,9 +11,10 @@ import math
 import statistics
 from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
 
-from experiments import packed
+from experiments.common.budget import Budget
+from experiments.common.records import Quantity, Run, ordered
+from experiments.common.records import read_runs as read_all
 from experiments.pinn.style import BASE
 
 FOLDER = "pinn"
@@ -30,80 +27,33 @@ MARKS = (60.0, 300.0, 900.0)
 
 #: A point so much later than it was due, in parts of that time, is taken as if it were in time: a step may be long.
 BEYOND = 1.05
-Quantity = Literal["loss", "held_out", "error"]
 
 
-@dataclasses.dataclass(frozen=True)
-class Point:
-    """Where a run stood: CPU seconds and steps so far, evaluations not counted, and what they gave.
-
-    Attributes:
-        loss: on the collocation points that are trained on.
-        held_out: the loss on others.
-        error: relative L2 error of the solution on the test grid.
-    """
-
-    seconds: float
-    steps: int
-    loss: float
-    held_out: float
-    error: float
-
-    @property
-    def finite(self) -> bool:
-        """Whether all that was evaluated is a number."""
-        return all(map(math.isfinite, (self.loss, self.held_out, self.error)))
+def column(run: Run) -> str:
+    """The label without the budget, which is what runs of several problems and seeds have in common."""
+    return run.label.removesuffix(f"-{run.seconds:g}s")
 
 
-@dataclasses.dataclass(frozen=True)
-class Run:
-    """One method on one problem from one seed.
+def fields(run: Run) -> Path:
+    """Where the solution is, if it was kept."""
+    return run.path.with_suffix(".npz")
 
-    Attributes:
-        seconds: the budget.
-        end: "budget", "stopped" (the method could make no progress any more) or "diverged".
-        final: what counts as its result, the last finite point.
-        spent: seconds until it ended, those of a last step that diverged included.
-    """
 
-    problem: str
-    method: str
-    label: str
-    network: str
-    seed: int
-    seconds: float
-    settings: Mapping[str, Any]
-    points: tuple[Point, ...]
-    end: str
-    final: Point
-    spent: float
-    path: Path
-
-    @property
-    def column(self) -> str:
-        """The label without the budget, which is what runs of several problems and seeds have in common."""
-        return self.label.removesuffix(f"-{self.seconds:g}s")
-
-    @property
-    def fields(self) -> Path:
-        """Where the solution is, if it was kept."""
-        return self.path.with_suffix(".npz")
-
-    def until(self, seconds: float) -> Run | None:
-        """What it would have been with a shorter budget; None if that is not known."""
-        if self.method in _SCHEDULED:
-            return None
-        label = f"{self.column}-{seconds:g}s"
-        # Where that run would be; how the solution looked then was not kept.
-        path = self.path.with_name(f"{label}-seed{self.seed}.jsonl")
-        shorter = dataclasses.replace(self, label=label, seconds=seconds, path=path)
-        if self.spent <= seconds:
-            return shorter
-        count = 1 + sum(point.seconds < seconds for point in self.points)
-        if count > len(self.points) or self.points[count - 1].seconds > BEYOND * seconds:
-            return None
-        *_, final = points = self.points[:count]
-        return dataclasses.replace(shorter, points=points, end="budget", final=final, spent=final.seconds)
+def until(run: Run, seconds: float) -> Run | None:
+    """What a run would have been with a shorter budget; None if that is not known."""
+    if run.method in _SCHEDULED:
+        return None
+    label = f"{column(run)}-{seconds:g}s"
+    # Where that run would be; how the solution looked then was not kept.
+    path = run.path.with_name(f"{label}-seed{run.seed}.jsonl")
+    shorter = dataclasses.replace(run, label=label, budget=str(Budget(seconds, "seconds")), path=path)
+    if run.spent <= seconds:
+        return shorter
+    count = 1 + sum(point.seconds < seconds for point in run.points)
+    if count > len(run.points) or run.points[count - 1].seconds > BEYOND * seconds:
+        return None
+    points = run.points[:count]
+    return dataclasses.replace(shorter, points=points, end="budget", spent=points[-1].seconds)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,7 +74,7 @@ class Group:
 def only(group: Group, wanted: Container[str]) -> Group | None:
     """The problems whose names are wanted, and the columns that have any of them; None if there is none."""
     runs = {problem: by for problem, by in group.runs.items() if problem in wanted}
-    columns = [column for column in group.columns if any(column in by for by in runs.values())]
+    columns = [name for name in group.columns if any(name in by for by in runs.values())]
     return dataclasses.replace(group, columns=columns, runs=runs) if runs else None
 
 
@@ -133,53 +83,17 @@ def compared(groups: Sequence[Group]) -> list[Group]:
     return [group for group in groups if list(group.columns) != [BASE]] or list(groups)
 
 
-def path_of(results: Path, problem: str, network: str, label: str, seed: int) -> Path:
-    """The file of a run."""
-    return results / FOLDER / problem / network / f"{label}-seed{seed}.jsonl"
-
-
-def read_run(path: Path) -> Run:
-    """The run of one file.
-
-    Raises:
-        ValueError: it is not the whole record of a run.
-    """
-    return _run(packed.lines(path), path, path)
-
-
 def read_runs(results: Path) -> list[Run]:
-    """All runs of a folder that holds ``pinn``, packed or not, in the order of their own files.
+    """All runs of a folder that holds ``pinn``, packed or not.
 
     Raises:
         ValueError: a file there is not the whole record of a run.
     """
-    folder = results / FOLDER
-    found: dict[Path, Run] = {}
-    for file in sorted(folder.glob("*.jsonl")):
-        for lines in packed.read(file):
-            header = lines[0][1]
-            path = path_of(results, *(header[key] for key in ("problem", "network", "label", "seed")))
-            found[path] = _run(lines, file, path)
-    found |= {path: read_run(path) for path in folder.glob("*/*/*-seed*.jsonl")}
-    return [found[path] for path in sorted(found)]
-
-
-def _run(lines: packed.Lines, file: Path, path: Path) -> Run:
-    """The run of these lines, which stand in a file; ``path`` is that of the run by itself."""
-    try:
-        header, *points, end = (line for _, line in lines)
-        if (header["kind"], end["kind"]) != ("run", "end"):
-            raise ValueError('its first line is not of kind "run", or its last not of kind "end"')
-        return Run(
-            **{key: header[key] for key in ("problem", "method", "label", "network", "seed", "seconds", "settings")},
-            points=tuple(map(_point, points)),
-            end=end["reason"],
-            final=_point(end),
-            spent=end["spent"],
-            path=path,
-        )
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{file} is no record of a run ({error}): remove it and repeat the run.") from error
+    runs = read_all(results / FOLDER, "*/*") if (results / FOLDER).is_dir() else []
+    half = [run.path for run in runs if run.end is None]
+    if half:
+        raise ValueError(f"{half[0]} is no record of a run (it has no end): remove it and repeat the run.")
+    return runs
 
 
 def read_groups(
@@ -206,9 +120,9 @@ def read_groups(
     """
     found: dict[tuple[str, float], dict[str, dict[str, list[Run]]]] = {}
     for run in read_runs(results):
-        if run.column in columns or (not columns and run.column == run.method):
+        if column(run) in columns or (not columns and column(run) == run.method):
             by = found.setdefault((run.network, run.seconds), {}).setdefault(run.problem, {})
-            by.setdefault(run.column, []).append(run)
+            by.setdefault(column(run), []).append(run)
     if not found and required:
         wanted = f" of {', '.join(columns)}" if columns else ""
         raise ValueError(
@@ -226,13 +140,13 @@ def _fill(found: Mapping[tuple[str, float], dict[str, dict[str, list[Run]]]]) ->
     for network, seconds in (key for key in found if key[1] in MARKS):
         here = found[network, seconds]
         known = [run for by in here.values() for runs in by.values() for run in runs]
-        methods = {run.method for run in known if run.column == run.method}
+        methods = {run.method for run in known if column(run) == run.method}
         longer = sorted(key for key in found if key[0] == network and key[1] > seconds)
         for run in [run for key in longer for by in found[key].values() for runs in by.values() for run in runs]:
-            alike = here.get(run.problem, {}).get(run.column, [])
-            missing = run.column in methods and all(other.seed != run.seed for other in alike)
-            if missing and (shorter := run.until(seconds)) is not None:
-                here.setdefault(run.problem, {}).setdefault(run.column, []).append(shorter)
+            alike = here.get(run.problem, {}).get(column(run), [])
+            missing = column(run) in methods and all(other.seed != run.seed for other in alike)
+            if missing and (shorter := until(run, seconds)) is not None:
+                here.setdefault(run.problem, {}).setdefault(column(run), []).append(shorter)
 
 
 def geometric_mean(values: Iterable[float]) -> float:
@@ -255,25 +169,11 @@ def _group(
     problems: Sequence[str],
     columns: Sequence[str],
 ) -> Group:
-    ordered = _ordered((column for by in found.values() for column in by), columns)
+    present = ordered((name for by in found.values() for name in by), columns)
     runs = {
         problem: {
-            column: sorted(found[problem][column], key=lambda run: run.seed)
-            for column in ordered
-            if column in found[problem]
+            name: sorted(found[problem][name], key=lambda run: run.seed) for name in present if name in found[problem]
         }
-        for problem in _ordered(found, problems)
+        for problem in ordered(found, problems)
     }
-    return Group(network, seconds, ordered, runs)
-
-
-def _ordered(names: Iterable[str], order: Sequence[str]) -> list[str]:
-    """Those of the order first, in that order; the others by name."""
-    return sorted(set(names), key=lambda name: (order.index(name) if name in order else len(order), name))
-
-
-def _point(line: Mapping[str, Any]) -> Point:
-    loss, held_out, error = (
-        math.nan if line[key] is None else float(line[key]) for key in ("loss", "held_out", "error")
-    )
-    return Point(float(line["seconds"]), int(line["steps"]), loss, held_out, error)
+    return Group(network, seconds, present, runs)

@@ -7,20 +7,19 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
 import math
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from experiments.common.records import read_run
+from experiments.common.study import Planned, end, named, options, product, read_tuned, run_missing, write_tuned
 from experiments.pinn.ablations import CHANGES
-from experiments.pinn.loop import RunConfig, checked
 from experiments.pinn.problems import PROBLEMS
-from experiments.pinn.records import geometric_mean, path_of, read_run, read_runs
+from experiments.pinn.records import FOLDER, geometric_mean
 from experiments.pinn.rivals import GRIDS, METHODS
+from experiments.pinn.run import RunConfig, checked
 from experiments.pinn.style import BASE
-from experiments.processes import Task, run_all
 
 #: What tuning chose, network → method → settings and trials; ``tune`` writes it, ``run`` and ``study`` read it.
 TUNED = Path(__file__).with_name("tuned.json")
@@ -55,35 +54,27 @@ def study(plan: Plan, results: Path, jobs: int) -> None:
         for problem in plan.problems or PROBLEMS
         for method in plan.methods or METHODS
     ]
-    _end(_run(configs, results, jobs))
+    end(_run(configs, results, jobs))
 
 
 def ablate(plan: Plan, changes: Sequence[str], results: Path, jobs: int) -> None:
-    """The rational basis with each of these changes, or with each of all.
+    """The Gauss–Newton flow with each of these changes, or with each of all.
 
     Raises:
         ValueError: there is no such change.
         SystemExit: some runs failed; the others were run.
     """
-    unknown = [change for change in changes if change not in CHANGES]
-    if unknown:
-        raise ValueError(f"There is no change {unknown[0]!r}; there are {', '.join(CHANGES)}.")
     configs = [
-        RunConfig(
-            problem,
-            BASE,
-            seconds=plan.seconds,
-            seed=seed,
-            network=network,
-            label=f"{change}-{plan.seconds:g}s",
+        dataclasses.replace(
+            RunConfig(problem, BASE, {}, plan.seconds, seed, network, label=f"{change}-{plan.seconds:g}s"),
             **CHANGES[change],
         )
         for seed in range(plan.seeds)
         for network in plan.networks
         for problem in plan.problems or PROBLEMS
-        for change in changes or CHANGES
+        for change in named("change", changes, CHANGES)
     ]
-    _end(_run(configs, results, jobs))
+    end(_run(configs, results, jobs))
 
 
 def tune(
@@ -105,12 +96,12 @@ def tune(
     missing = [method for method in methods if not GRIDS.get(method)]
     if missing:
         raise ValueError(f"{missing[0]} has nothing to tune; {', '.join(m for m in GRIDS if GRIDS[m])} have.")
-    tuned = {method: list(grid(method)) for method in methods or METHODS if GRIDS.get(method)}
-    known = json.loads(TUNED.read_text()) if TUNED.exists() else {}
+    known = read_tuned(TUNED)
+    tuned = [method for method in methods or METHODS if GRIDS.get(method)]
     done = {method: known.get(network, {}).get(method, {}).get("trials", []) for method in tuned}
     trials = {
-        method: [[_trial(problem, method, tried, seconds, network) for problem in problems] for tried in several]
-        for method, several in tuned.items()
+        method: [[_trial(problem, method, tried, seconds, network) for problem in problems] for tried in grid(method)]
+        for method in tuned
     }
     # The first settings of all methods before the next ones: a tuning that is cut off has tried something of each.
     rounds = itertools.zip_longest(*trials.values(), fillvalue=[])
@@ -123,22 +114,20 @@ def tune(
             made = [(trial["settings"], trial["seconds"]) for trial in outcome]
             before = [trial for trial in done[method] if (trial["settings"], trial["seconds"]) not in made]
             known.setdefault(network, {})[method] = {"settings": best["settings"], "trials": [*outcome, *before]}
-    TUNED.write_text(json.dumps(known, indent=2, sort_keys=True) + "\n")
-    _end(failed)
+    write_tuned(TUNED, known)
+    end(failed)
 
 
 def settings(method: str, network: str) -> dict[str, Any]:
     """What tuning chose for a method; for a network that was not tuned, that for the usual one."""
-    known = json.loads(TUNED.read_text()) if TUNED.exists() else {}
+    known = read_tuned(TUNED)
     chosen = known.get(network, known.get(_USUAL, {}))
     return dict(chosen.get(method, {}).get("settings", {}))
 
 
-def grid(method: str) -> Iterator[dict[str, Any]]:
+def grid(method: str) -> list[dict[str, Any]]:
     """The settings that a method is tried with."""
-    for values in GRIDS[method]:
-        for chosen in itertools.product(*values.values()):
-            yield dict(zip(values, chosen, strict=True))
+    return [chosen for values in GRIDS[method] for chosen in product(**values)]
 
 
 def _trial(problem: str, method: str, tried: Mapping[str, Any], seconds: float, network: str) -> RunConfig:
@@ -158,7 +147,7 @@ def _known(tried: Sequence[RunConfig], done: Sequence[dict[str, Any]]) -> dict[s
 
 def _outcome(tried: Sequence[RunConfig], results: Path) -> dict[str, Any]:
     """Settings, errors by problem and their geometric mean; None where a trial failed."""
-    paths = {config.problem: _path(config, results) for config in tried}
+    paths = {config.problem: config.path(results) for config in tried}
     errors = {name: read_run(path).final.error if path.exists() else None for name, path in paths.items()}
     mean = geometric_mean(math.nan if error is None else error for error in errors.values())
     return {
@@ -170,37 +159,22 @@ def _outcome(tried: Sequence[RunConfig], results: Path) -> dict[str, Any]:
 
 
 def _run(configs: Sequence[RunConfig], results: Path, jobs: int) -> list[str]:
-    if jobs < 1:
-        raise ValueError(f"--jobs {jobs}: must be at least 1.")
     configs = [checked(config) for config in configs]  # all mistakes are found before anything runs
-    # What is recorded with just these settings is not run again.
-    done = {run.path: run.settings for run in read_runs(results)}
-    wanted = [config for config in configs if done.get(_path(config, results)) != _read_back(config.settings)]
-    return run_all([_task(config, results) for config in wanted], jobs)
+    return run_missing([_planned(config, results) for config in configs], jobs)
 
 
-def _read_back(settings: Mapping[str, Any]) -> Any:
-    """Settings as a file has them."""
-    return json.loads(json.dumps(settings))
-
-
-def _path(config: RunConfig, results: Path) -> Path:
-    return path_of(results, config.problem, config.network, config.name, config.seed)
-
-
-def _task(config: RunConfig, results: Path) -> Task:
-    command = [sys.executable, "-m", "experiments", "pinn", "run", config.problem, config.method, "--no-tuned"]
-    command += ["--seconds", f"{config.seconds:g}", "--seed", str(config.seed), "--network", config.network]
-    command += ["--label", config.name, "--results", str(results), "--quiet"]
-    command += ["--dtype", config.dtype]
+def _planned(config: RunConfig, results: Path) -> Planned:
+    arguments = ["pinn", "run", config.problem, config.method, "--no-tuned", "--seconds", f"{config.seconds:g}"]
+    arguments += ["--seed", str(config.seed), "--network", config.network, "--dtype", config.dtype]
+    arguments += ["--label", config.name, "--results", str(results), "--quiet"]
     for name in ("resample", "points"):
         if value := getattr(config, name):
-            command += [f"--{name}", str(value)]
-    for key, value in config.settings.items():
-        command += ["--set", f"{key}={value}"]
-    return Task(f"{config.problem} {config.network} {config.name} seed {config.seed}", command)
-
-
-def _end(failed: Sequence[str]) -> None:
-    if failed:
-        raise SystemExit("These runs failed:\n" + "\n".join(failed))
+            arguments += [f"--{name}", str(value)]
+    return Planned(
+        f"{config.problem} {config.network} {config.name} seed {config.seed}",
+        results / FOLDER,
+        config.path(results),
+        config.seconds,
+        {"settings": dict(config.settings)},
+        [*arguments, *options(config.settings)],
+    )

@@ -2,47 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+import itertools
+from collections.abc import Mapping, Sequence
 
-from experiments.style import Line
+from experiments.common.style import Line
 
 #: The method that others are compared with.
 BASE = "ksd-rational"
 
-NAMES: Mapping[str, str] = {
-    "ksd-rational": "KSD, rational",
-    "ksd-krylov": "KSD, Krylov",
-    "lm": "LM",
-    "engd": "ENGD",
-    "spring": "SPRING",
-    "bfgs": "BFGS",
-    "ssbroyden": "SSBroyden",
-    "nncg": "NNCG",
-    "adam-lbfgs": "Adam, L-BFGS",
-    "soap": "SOAP",
-}
-
 _LINES: Mapping[str, Line] = {
-    "ksd-rational": Line("#0072B2", "-", "o"),
-    "ksd-krylov": Line("#56B4E9", "--", "v"),
-    "lm": Line("#D55E00", "-", "s"),
-    "engd": Line("#E69F00", "-", "D"),
-    "spring": Line("#E69F00", "--", "P"),
-    "bfgs": Line("#009E73", "--", "^"),
-    "ssbroyden": Line("#009E73", "-", "<"),
-    "nncg": Line("#CC79A7", "-.", "X"),
-    "adam-lbfgs": Line("#000000", ":", "d"),
-    "soap": Line("#999999", (0, (3, 1, 1, 1)), "*"),
+    "ksd-rational": Line("KSD, rational", "#0072B2", "-", "o"),
+    "ksd-krylov": Line("KSD, Krylov", "#56B4E9", "--", "v"),
+    "lm": Line("LM", "#D55E00", "-", "s"),
+    "engd": Line("ENGD", "#E69F00", "-", "D"),
+    "spring": Line("SPRING", "#E69F00", "--", "P"),
+    "bfgs": Line("BFGS", "#009E73", "--", "^"),
+    "ssbroyden": Line("SSBroyden", "#009E73", "-", "<"),
+    "nncg": Line("NNCG", "#CC79A7", "-.", "X"),
+    "adam-lbfgs": Line("Adam, L-BFGS", "#000000", ":", "d"),
+    "soap": Line("SOAP", "#999999", (0, (3, 1, 1, 1)), "*"),
 }
+NAMES: Mapping[str, str] = {method: line.name for method, line in _LINES.items()}
 
-# For runs under labels of their own.
-_OTHERS = tuple(Line(colour, (0, (5, 1, 1, 1, 1, 1)), "h") for colour in ("#D55E00", "#CC79A7", "#009E73", "#000000"))
+#: Of runs under labels of their own, in turn.
+_OTHERS = ("#D55E00", "#CC79A7", "#009E73", "#000000")
 
 
-def looks(columns: list[str]) -> dict[str, Line]:
-    """A look for every column; those that are no method's take turns."""
-    others = [column for column in columns if column not in _LINES]
-    return {
-        column: _LINES[column] if column in _LINES else _OTHERS[others.index(column) % len(_OTHERS)]
-        for column in columns
-    }
+def looks(columns: Sequence[str]) -> dict[str, Line]:
+    """A look for every column, also for one that is no method's."""
+    others = (Line("", colour, (0, (5, 1, 1, 1, 1, 1)), "h") for colour in itertools.cycle(_OTHERS))
+    return {name: _LINES.get(name) or dataclasses.replace(next(others), name=name) for name in columns}

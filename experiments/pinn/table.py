@@ -7,20 +7,19 @@ Figures are those at the end of runs, medians over seeds. A run that diverged co
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from experiments.markdown import bold, section
+from experiments.common.markdown import bold, section
+from experiments.common.records import Run
+from experiments.common.table import NONE, all_settings, lowest, marks, seeds
 from experiments.pinn.ablations import CHANGES
 from experiments.pinn.fits import FITS, IMAGES, decibels
 from experiments.pinn.problems import PROBLEMS
-from experiments.pinn.records import BEYOND, Group, Run, compared, geometric_mean, middle, only, read_groups
+from experiments.pinn.records import BEYOND, Group, compared, geometric_mean, middle, only, read_groups
 from experiments.pinn.style import BASE, NAMES
 from experiments.pinn.unseen import UNSEEN
-
-_NONE = "–"
 
 
 def table(results: Path, columns: Sequence[str] = ()) -> str:
@@ -83,7 +82,7 @@ def _fit_tables(group: Group) -> list[str]:
 def _noise(group: Group, where: str) -> list[str]:
     """Of the images, if there are any."""
     rows = [
-        [name, *(f"{decibels(name, by[column]):.1f}" if column in by else _NONE for column in group.columns)]
+        [name, *(f"{decibels(name, by[column]):.1f}" if column in by else NONE for column in group.columns)]
         for name, by in _medians(group).items()
         if name in IMAGES
     ]
@@ -99,9 +98,9 @@ def _medians(group: Group) -> dict[str, dict[str, float]]:
 def _error_rows(group: Group, medians: Mapping[str, Mapping[str, float]]) -> list[list[str]]:
     rows = []
     for name, by in group.runs.items():
-        best = _best(medians[name])
+        best = lowest(medians[name])
         cells = [
-            bold(short(medians[name][column]), column == best) + _marks(by[column]) if column in by else _NONE
+            bold(short(medians[name][column]), column == best) + marks(by[column]) if column in by else NONE
             for column in group.columns
         ]
         rows.append([name, *cells])
@@ -123,26 +122,27 @@ def _errors(group: Group, where: str) -> str:
 
 
 def _changes(results: Path) -> list[str]:
-    """Of the rational basis changed in one thing, beside it as it is, on the seeds that were run so."""
+    """Of the Gauss–Newton flow changed in one thing, beside it as it is, on the seeds that were run so."""
     groups = read_groups(results, tuple(PROBLEMS), [], (BASE, *CHANGES), required=False)
     return [_changed(group) for group in groups if set(group.columns) - {BASE}]
 
 
 def _changed(group: Group) -> str:
-    seeds = {run.seed for by in group.runs.values() for name, runs in by.items() if name != BASE for run in runs}
+    changed = [run for by in group.runs.values() for name, runs in by.items() if name != BASE for run in runs]
+    tried = {run.seed for run in changed}
     medians = {
         problem: {
-            column: middle(same) for column, runs in by.items() if (same := [run for run in runs if run.seed in seeds])
+            column: middle(same) for column, runs in by.items() if (same := [run for run in runs if run.seed in tried])
         }
         for problem, by in group.runs.items()
     }
     rows = []
     for column in group.columns:
-        cells = [short(by[column]) if column in by else _NONE for by in medians.values()]
+        cells = [short(by[column]) if column in by else NONE for by in medians.values()]
         rows.append([NAMES.get(column, column), *cells, _ratio(group.runs, column)])
     note = (
         "Median over seeds of the relative L2 error on the test grid. Ratio: the geometric mean over the problems, of "
-        f"errors with the change to those without; above 1 it does harm. Seeds: {' '.join(map(str, sorted(seeds)))}."
+        f"errors with the change to those without; above 1 it does harm. Seeds: {seeds(changed)}."
     )
     title = f"{NAMES[BASE]}, changed in one thing: relative L2 error after {group.seconds:g} s, network {group.network}"
     return section(title, ["change", *medians, "ratio"], rows, note)
@@ -152,7 +152,7 @@ def _means(group: Group, medians: Mapping[str, Mapping[str, float]]) -> list[str
     have = {column: [by[column] for by in medians.values() if column in by] for column in group.columns}
     means = {column: geometric_mean(values) for column, values in have.items()}
     # Over other problems than the others' a mean cannot be the best.
-    best = _best({column: mean for column, mean in means.items() if len(have[column]) == len(medians)})
+    best = lowest({column: mean for column, mean in means.items() if len(have[column]) == len(medians)})
     return [
         bold(short(means[column]), column == best)
         + (f" ({len(values)} of {len(medians)})" if len(values) < len(medians) else "")
@@ -164,11 +164,11 @@ def _ratio(runs: Mapping[str, Mapping[str, Sequence[Run]]], column: str) -> str:
     """Of medians over the seeds that both have: runs of one seed were made in turn, on an equally fast machine."""
     pairs = []
     for by in runs.values():
-        seeds = {run.seed for run in by.get(column, ())} & {run.seed for run in by.get(BASE, ())}
-        if seeds:
-            pairs.append([middle([run for run in by[name] if run.seed in seeds]) for name in (column, BASE)])
+        both = {run.seed for run in by.get(column, ())} & {run.seed for run in by.get(BASE, ())}
+        if both:
+            pairs.append([middle([run for run in by[name] if run.seed in both]) for name in (column, BASE)])
     ratio = geometric_mean(mine / base if base else math.nan for mine, base in pairs)
-    return f"{ratio:.3g}" if math.isfinite(ratio) else _NONE
+    return f"{ratio:.3g}" if math.isfinite(ratio) else NONE
 
 
 def _ranges(group: Group, where: str) -> list[str]:
@@ -179,7 +179,7 @@ def _ranges(group: Group, where: str) -> list[str]:
     for name, by in group.runs.items():
         ends = {column: [run.final.error for run in runs] for column, runs in by.items()}
         cells = [
-            f"{short(min(ends[column]))} – {short(max(ends[column]))}" if column in ends else _NONE
+            f"{short(min(ends[column]))} – {short(max(ends[column]))}" if column in ends else NONE
             for column in group.columns
         ]
         rows.append([name, *cells])
@@ -208,20 +208,20 @@ def _course(group: Group, on: str) -> list[str]:
 
 def _until(run: Run, seconds: float) -> Run:
     """As if it had ended then: with its last finite point that is not much later."""
-    points = [point for point in run.points if point.finite and point.seconds <= BEYOND * seconds]
-    return dataclasses.replace(run, final=points[-1]) if points and seconds < run.seconds else run
+    then = run.cut(BEYOND * seconds)
+    return then if seconds < run.seconds and any(point.finite for point in then.points) else run
 
 
 def _losses(group: Group, where: str, note: str) -> str:
     rows = []
     for name, by in group.runs.items():
         train = {column: middle(runs, "loss") for column, runs in by.items()}
-        held_out = {column: middle(runs, "held_out") for column, runs in by.items()}
-        best = _best(train), _best(held_out)
+        held_out = {column: middle(runs, "held_out_loss") for column, runs in by.items()}
+        best = lowest(train), lowest(held_out)
         cells = [
             f"{bold(short(train[column]), column == best[0])} / {bold(short(held_out[column]), column == best[1])}"
             if column in by
-            else _NONE
+            else NONE
             for column in group.columns
         ]
         rows.append([name, *cells])
@@ -232,19 +232,17 @@ def _setup(group: Group, where: str) -> str:
     rows = []
     for column in group.columns:
         runs = [run for by in group.runs.values() for run in by.get(column, ())]
-        steps = [run.final.steps for run in runs]
+        steps = [run.final.step for run in runs]
         ends = [f"{count} {reason}" for reason in ("stopped", "diverged") if (count := _count(runs, reason))]
-        seeds = sorted({run.seed for run in runs})
-        settings = list(dict.fromkeys(_settings(run) for run in runs))
         rows.append(
             [
                 NAMES.get(column, column),
-                " ◊ ".join(settings),
-                " ".join(map(str, seeds)),
+                all_settings(runs),
+                seeds(runs),
                 str(len(runs)),
                 f"{min(steps)} – {max(steps)}",
                 f"{max(run.spent for run in runs):.1f}",
-                ", ".join(ends) or _NONE,
+                ", ".join(ends) or NONE,
             ]
         )
     head = ["method", "settings", "seeds", "runs", "steps", "longest, s", "ended before"]
@@ -261,20 +259,5 @@ def _heads(group: Group) -> list[str]:
     return [NAMES.get(column, column) for column in group.columns]
 
 
-def _best(values: Mapping[str, float]) -> str | None:
-    """The one with the lowest value, where there are two to compare."""
-    finite = {name: value for name, value in values.items() if math.isfinite(value)}
-    return min(finite, key=lambda name: finite[name]) if len(finite) > 1 else None
-
-
-def _marks(runs: Sequence[Run]) -> str:
-    """† of a seed that diverged, ◊ of settings that differ between seeds."""
-    return " †" * bool(_count(runs, "diverged")) + " ◊" * (len({_settings(run) for run in runs}) > 1)
-
-
 def _count(runs: Sequence[Run], reason: str) -> int:
     return sum(run.end == reason for run in runs)
-
-
-def _settings(run: Run) -> str:
-    return " ".join(f"{key}={value}" for key, value in run.settings.items()) or _NONE

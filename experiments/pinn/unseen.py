@@ -1,4 +1,4 @@
-"""Equations that nothing was chosen on: not the defaults of the rational basis, not a rival's settings, not a seed.
+"""Equations that nothing was chosen on: not the defaults of the Gauss–Newton flow, not a rival's settings, not a seed.
 
 They were written down, tested on their solutions, and run once with the settings as they were. Conventions, weights and
 points are those of the other equations.

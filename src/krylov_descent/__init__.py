@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from krylov_descent.flow.step import Rational
-from krylov_descent.krylov.search import Search
+from krylov_descent.flow.optimizer import GaussNewtonFlow
+from krylov_descent.krylov.search import ModelSearch, Search
 from krylov_descent.optimizer import DEEP, KSD, PAPER
 from krylov_descent.preconditioners.fisher import Fisher
 from krylov_descent.preconditioners.kronecker import Kronecker
@@ -30,10 +30,11 @@ __all__ = [
     "EndReason",
     "Finding",
     "Fisher",
+    "GaussNewtonFlow",
     "Growing",
     "Kronecker",
+    "ModelSearch",
     "Progress",
-    "Rational",
     "Run",
     "Search",
     "Settlement",

@@ -1,60 +1,71 @@
-"""What the fronts of all methods share: groups with a weight decay, the check of a closure, a copy with settings."""
+"""The base classes of the optimizers: parameter groups, checks of the closure, atomic steps, and their state."""
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import math
 import operator
+import zlib
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from krylov_descent.distributed import Comm, SingleProcess
-from krylov_descent.distributed.sharded import is_sharded
+from krylov_descent.distributed import Comm, SingleProcess, run_on_all
+from krylov_descent.distributed.sharded import is_sharded, lean_graphs
+from krylov_descent.objective.closure import no_inference_mode
+from krylov_descent.objective.consistency import check_consistency, steady
 from krylov_descent.objective.objective import Objective
+from krylov_descent.objective.precision import warn_if_reduced
+from krylov_descent.objective.workspace import Workspace
 from krylov_descent.progress import Tell, nobody
-from krylov_descent.report import StepReport
+from krylov_descent.report import Settlement, StepReport
 from krylov_descent.run import Run
-from krylov_descent.safety.checksum import require_sound, sealed
-from krylov_descent.samples.subsets import Subsets
+from krylov_descent.safety.atomic import RestoreOnError, current_point
+from krylov_descent.safety.checksum import require_intact, with_checksum
+from krylov_descent.samples.interface import FullBatch, SamplePolicy, Stateless
+from krylov_descent.state import Parts, on_rank, put_together, read_state, require_whole, taken_apart, write_state
+from krylov_descent.stepping.acceptance import Acceptance, Sampler, settle
 from krylov_descent.vectors.parameters import ParameterVector, check_uniform
+from krylov_descent.vectors.ranks import gathered, require_same
 
 
 class ClosureOptimizer(Optimizer):
-    """An optimizer whose step takes a closure that returns the loss, and optionally sets to call it on."""
+    """An optimizer whose step takes a closure that returns the loss, and optionally a sample policy."""
 
-    #: Attributes that a copy takes along, beside torch's own.
+    #: Attributes to copy and pickle, beside torch's own.
     _KEPT: ClassVar[tuple[str, ...]] = ()
 
-    #: Called while a step runs, with a ``Progress``; None for nobody.
+    #: Called with a ``Progress`` while a step runs, if not None.
     on_progress: Tell | None = None
 
     def __init__(self, params: ParamsT, weight_decay: float, comm: Comm | None = None) -> None:
         self._comm: Comm = SingleProcess() if comm is None else comm
+        self._workspace = Workspace()
         super().__init__(params, {"lr": 1.0, "weight_decay": weight_decay})
         check_uniform([p for group in self.param_groups for p in group["params"] if p.requires_grad])
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters, with a ``weight_decay`` of their own if wanted; they join at the next step."""
+        """Add parameters, optionally with their own ``weight_decay``; they are trained from the next step on."""
         decay = param_group.get("weight_decay", self.defaults["weight_decay"])
         if not (isinstance(decay, (int, float)) and 0 <= decay < math.inf):
             raise ValueError(f"weight_decay={decay!r}: must be a number ≥ 0.")
         super().add_param_group(param_group)
 
     def step(  # type: ignore[override]
-        self, closure: Callable[..., Any], sets: Subsets | None = None
+        self, closure: Callable[..., Any], sets: SamplePolicy | None = None
     ) -> StepReport:
-        """One step."""
+        """Take one step."""
         raise NotImplementedError
 
     def run(
         self,
         closure: Callable[..., Any],
-        sets: Subsets | None = None,
+        sets: SamplePolicy | None = None,
         *,
         max_steps: int | None = None,
         seconds: float | None = None,
@@ -63,21 +74,21 @@ class ClosureOptimizer(Optimizer):
         monitor: Callable[[], float] | None = None,
         progress: bool = False,
     ) -> Run:
-        """Steps until there is a reason to end.
+        """Return a run to iterate over, which takes steps until a reason to end.
 
         Args:
             closure: as for ``step``.
             sets: as for ``step``.
-            max_steps: end after so many steps.
+            max_steps: the largest number of steps.
             seconds: end after the step that passes this time.
             gtol: end when the gradient's norm is at most this.
-            patience: end after so many steps in a row without a better loss on A, or a better ``monitor``; steps that
-                only gather rows (``StopReason.GATHERING``) do not count.
-            monitor: called after each step; what is best is then the lowest value that it returned (a held-out loss).
+            patience: end after this number of steps in a row without a better loss on A, or a better ``monitor``;
+                steps that only gather rows (``StopReason.GATHERING``) do not count.
+            monitor: called after each step; the best point is then the one of its lowest value (a held-out loss).
             progress: show a progress bar on standard error (needs tqdm).
 
         Returns:
-            What to iterate over; then ``reason``, ``loss``, ``best`` and ``restore_best()`` tell how it ended. With
+            An iterable of reports, with ``reason``, ``loss``, ``best`` and ``restore_best()`` after the end. With
             sets, the last step has been judged (``settle``); after a ``break`` it has not.
 
         Example:
@@ -105,18 +116,18 @@ class ClosureOptimizer(Optimizer):
 
     @property
     def comm(self) -> Comm:
-        """Of the ranks that step together."""
+        """The communicator of the ranks that step together."""
         return self._comm
 
     def trained(self) -> list[Tensor]:
-        """The parameters that steps move, in order."""
+        """Return the trained parameters, in order."""
         return self._parameters().params
 
     def _parameters(self) -> ParameterVector:
-        """The parameters as they are grouped now.
+        """Return the parameters of the present groups.
 
         Raises:
-            ValueError: they are spread over a mesh, which this optimizer cannot do with.
+            ValueError: they are DTensors, which this optimizer does not support.
         """
         parameters = ParameterVector(self.param_groups)
         if any(map(is_sharded, parameters.params)):
@@ -130,7 +141,7 @@ class ClosureOptimizer(Optimizer):
         )
 
     def _full_precision(self) -> AbstractContextManager[Any]:
-        """No autocast from outside: its casts are not for vectors of all parameters."""
+        """Return a context that disables an outer autocast, which must not cast vectors of all parameters."""
         device = self._first_parameter().device.type
         return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
@@ -138,8 +149,10 @@ class ClosureOptimizer(Optimizer):
         first: Tensor = next(p for group in self.param_groups for p in group["params"])
         return first
 
-    def _objective(self, closure: Callable[..., Any], sets: Subsets | None, parameters: ParameterVector) -> Objective:
-        """The objective over the groups as they are now.
+    def _objective(
+        self, closure: Callable[..., Any], sets: SamplePolicy | None, parameters: ParameterVector
+    ) -> Objective:
+        """Return the objective over the present groups.
 
         Raises:
             ValueError: the closure or the sets cannot be used.
@@ -149,8 +162,7 @@ class ClosureOptimizer(Optimizer):
                 f"step() was given {closure!r} for a closure. Pass a function that returns loss, outputs: "
                 "optimizer.step(closure) or optimizer.step(closure, sets)."
             )
-        if sets is not None and not hasattr(sets, "draw"):
-            raise ValueError(f"sets is a {type(sets).__name__}; pass Subsets(train_set, batch_size=..., seed=...).")
+        _policy(sets)
         try:
             inspect.signature(closure).bind(*(() if sets is None else (None,)))
         except TypeError as error:
@@ -161,51 +173,243 @@ class ClosureOptimizer(Optimizer):
         except ValueError:
             pass  # a builtin without a signature
         call = closure if sets is not None else (lambda _: closure())
-        # Its code and not itself, which may hold data that should die with it.
+        # The closure's code, since the closure itself may hold data that must be freed with it.
         identity = getattr(closure, "__code__", type(closure))
-        objective = Objective(call, parameters, self._comm, identity)
+        self._workspace = self._workspace.of_closure((identity, *map(id, parameters.params)))
+        objective = Objective(call, parameters, self._comm, self._workspace)
         objective.tell = self.on_progress or nobody
         return objective
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's, with a version and a checksum: what was damaged on a disk is refused by ``load_state_dict``."""
-        return sealed(super().state_dict(), self._owner())
+        """Return torch's state with a version and a checksum, by which ``load_state_dict`` refuses a damaged file."""
+        return with_checksum(super().state_dict(), self._owner())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's.
+        """Load a state, as torch does.
 
         Raises:
-            ValueError: it is damaged, of another optimizer, of another model, or newer than this version.
+            ValueError: the state is damaged, of another optimizer, of another model, or of a newer version.
         """
-        require_sound(state_dict, self._owner(), self.param_groups)
+        require_intact(state_dict, self._owner(), self.param_groups)
         super().load_state_dict(state_dict)
-        # torch has cast all of it to the parameters' dtype, in which factors, and parts of directions, may not fit.
+        # torch has cast all tensors in a parameter's state to its dtype, also those that are not of its shape.
         here = [p for group in self.param_groups for p in group["params"]]
         there = [i for group in state_dict["param_groups"] for i in group["params"]]
         for i, p in zip(there, here, strict=True):
-            found = state_dict["state"].get(i, {})
-            for key in (key for key in found if key.endswith("_part")):
-                self.state[p][key] = found[key].to(p.device)
-            factors = found.get("factors")
-            if factors is not None:
-                self.state[p]["factors"] = {
-                    name: x.to(p.device) if isinstance(x, Tensor) else x for name, x in factors.items()
-                }
+            for key, value in state_dict["state"].get(i, {}).items():
+                if isinstance(value, dict):
+                    moved = {k: x.to(p.device) if isinstance(x, Tensor) else x for k, x in value.items()}
+                    self.state[p][key] = moved
 
     def _owner(self) -> str:
-        """The method's own class, right below this one: a class that a user derives from it has the same state."""
-        return next(c.__name__ for c in type(self).__mro__ if ClosureOptimizer in c.__bases__)
+        """Return the name of the class right below those of this file; a user's subclass of it has the same state."""
+        return next(c.__name__ for c in type(self).__mro__ if c not in _BASES and not _BASES.isdisjoint(c.__bases__))
 
     def __getstate__(self) -> dict[str, Any]:
-        # torch's own keeps only state, groups and defaults, so that a copy would have no settings.
+        # torch's own method keeps only state, groups and defaults, so that a copy would lack the settings.
         return {**super().__getstate__(), **{k: self.__dict__[k] for k in ("_comm", *self._KEPT)}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._workspace = Workspace()  # a copy has other parameters
+
+
+class CurvatureOptimizer(ClosureOptimizer):
+    """An optimizer whose steps are atomic, resumable, and taken by several ranks together.
+
+    A method defines the state of a new run (``_fresh``) and one step (``_advance``).
+    """
+
+    #: K; a sample policy may size its sets by 1/K.
+    krylov_dim: int
+
+    @property
+    def _acceptance(self) -> Acceptance:
+        """The acceptance rule for the last step."""
+        raise NotImplementedError
+
+    def _fresh(self, policy: SamplePolicy) -> Any:
+        """Return the state of a new run, a ``MethodState``."""
+        raise NotImplementedError
+
+    def _advance(
+        self, objective: Objective, samples: Sampler, state: Any, theta: Callable[[], Tensor]
+    ) -> tuple[StepReport, Any]:
+        """Take one step; return its report and the new state."""
+        raise NotImplementedError
+
+    def _prepare(self, objective: Objective, samples: Sampler, state: Any) -> None:
+        """Raise or warn before a step if the method does not suit the problem."""
+
+    def _settings(self) -> str:
+        """Return the settings that must be equal on all ranks, beside those that their error names."""
+        raise NotImplementedError
+
+    def _needs_outputs(self) -> bool:
+        """Return whether the closure must return model outputs for the curvature."""
+        return True
+
+    def step(  # type: ignore[override]
+        self, closure: Callable[..., Any], sets: SamplePolicy | None = None
+    ) -> StepReport:
+        """Take one step.
+
+        Args:
+            closure: called as ``closure(batch)`` with ``sets``, otherwise as ``closure()``. It returns the mean loss
+                and the model outputs in which the loss is convex (a tensor or a tuple, list or dict of tensors), and
+                optionally the weight of that mean. It does not call ``backward``. With ``curvature="hessian"`` the
+                loss alone suffices. An autocast belongs inside the closure; one around ``step`` is switched off.
+            sets: draws A, B and C. None for A = B = C, the samples that the closure evaluates.
+
+        Returns:
+            The report of the step; ``float(report)`` is the loss before the step.
+
+        Raises:
+            ValueError: the closure cannot be used; the message has the remedy, and the parameters are as before.
+        """
+        no_inference_mode()
+        parameters = self._parameters()
+        policy = _policy(sets)
+        state = self._remember(parameters, policy)
+        decays = [group["weight_decay"] for group in self.param_groups]
+        settings = zlib.crc32(f"{self._settings()} {decays} {policy}".encode())
+        require_same(self._comm, parameters, (state.iteration, state.seed, self.krylov_dim, settings))
+        theta = current_point(parameters, state.acceptance.point, state.last_step, self._comm)
+        with self._atomic(parameters, theta):
+            objective, samples = self._objective(closure, sets, parameters), self._sampler(policy)
+            self._prepare(objective, samples, state)
+            if state.iteration:
+                objective.first_look = steady
+            else:
+                warn_if_reduced(parameters.params)
+                first = samples.choose(0, state.samples).sets
+                check_consistency(objective, first, curvature_of_outputs=self._needs_outputs())
+                run_on_all(self._comm, first.warn_if_random)
+            report, state = self._advance(objective, samples, state, theta)
+            self._store(parameters, state)
+        return report
+
+    def settle(self, closure: Callable[..., Any], sets: SamplePolicy | None = None) -> Settlement:
+        """Judge the last step of a run as the next step would: undo it if it raised the loss on A.
+
+        Returns:
+            The final loss on A, and whether the last step was kept.
+
+        Example:
+            >>> import torch
+            >>> from krylov_descent import KSD, Subsets
+            >>> w = torch.nn.Parameter(torch.zeros(2))
+            >>> sets = Subsets((torch.randn(100, 2),), batch_size=50, seed=0)
+            >>> optimizer = KSD([w], krylov_dim=2)
+            >>> def closure(batch):
+            ...     r = batch[0] - w
+            ...     return r.square().sum(1).mean(), r
+            >>> report = optimizer.step(closure, sets)
+            >>> optimizer.settle(closure, sets).loss <= report.loss
+            True
+        """
+        no_inference_mode()
+        parameters = self._parameters()
+        policy = _policy(sets)
+        state = self._remember(parameters, policy)
+        theta = current_point(parameters, state.acceptance.point, state.last_step, self._comm)
+        with self._atomic(parameters, theta):
+            objective = self._objective(closure, sets, parameters)
+            settlement, samples = settle(objective, self._sampler(policy), state, self._acceptance)
+            if not settlement.accepted:
+                undone = dataclasses.replace(state, samples=samples, last_step=None, acceptance=self._acceptance.init())
+                self._store(parameters, undone)
+        return settlement
+
+    def _atomic(self, parameters: ParameterVector, theta: Callable[[], Tensor]) -> AbstractContextManager[Any]:
+        """Return the context of a step: gradients on, full precision, and everything restored if it raises."""
+        stack = ExitStack()
+        for context in (
+            RestoreOnError(parameters, theta, self.state),
+            torch.enable_grad(),
+            self._full_precision(),
+            lean_graphs(parameters.params),
+        ):
+            stack.enter_context(context)
+        return stack
+
+    def _sampler(self, policy: SamplePolicy) -> Sampler:
+        return Sampler(policy, self.krylov_dim, *self._comm.shard_of_sets)
+
+    @property
+    def numel(self) -> int:
+        """P, the number of trainable parameters."""
+        return self._parameters().numel
+
+    def whole_state(self) -> Parts:
+        """Return the state of the run, gathered from all ranks, for checkpoints; a collective.
+
+        Returns:
+            Vectors [P], numbers and other tensors, by name. Tensors are in host memory of rank 0, and may be shared
+            with the optimizer; other ranks get the numbers alone.
+
+        Raises:
+            ValueError: the parameters are DTensors, or the ranks are not at the same step.
+        """
+        parameters = self._parameters()
+        parts = run_on_all(self._comm, lambda: self._parts(parameters))
+        iteration = int(parts.numbers["iteration"])
+        vectors, tensors = gathered(self._comm, parameters, iteration, parts.vectors, parts.tensors)
+        return Parts(vectors, parts.numbers, tensors)
+
+    def check_whole_state(self, state: Parts) -> None:
+        """Check a state as ``load_whole_state`` does; tensors on the device "meta" are checked by shape alone."""
+        require_whole(state, self._parameters())
+        # The sample policy is not known before the next step.
+        put_together(self._fresh(FullBatch()), state.without("samples."))
+
+    def load_whole_state(self, state: Parts) -> None:
+        """Load the result of ``whole_state`` on rank 0, for any number of ranks; each rank is given all of it.
+
+        Raises:
+            ValueError: the state is of another optimizer or model, or not finite; nothing is changed then.
+        """
+        self.check_whole_state(state)
+        parameters = self._parameters()
+        parts = on_rank(state, parameters, self._comm)
+        write_state(self.state, self._first_parameter(), parameters, parts, self._comm)
+
+    def _parts(self, parameters: ParameterVector) -> Parts:
+        found = read_state(self.state, self._first_parameter(), parameters, self._comm)
+        return taken_apart(self._fresh(FullBatch())) if found is None else found
+
+    def _remember(self, parameters: ParameterVector, policy: SamplePolicy) -> Any:
+        """Return the state of the run; a sample policy of another class than the last begins anew."""
+        fresh = self._fresh(policy)
+        parts = read_state(self.state, self._first_parameter(), parameters, self._comm)
+        if parts is None:
+            return fresh
+        if parts.numbers.get("policy") != fresh.policy:
+            parts = parts.without("samples.")
+            parts.numbers["policy"] = fresh.policy
+            known = put_together(dataclasses.replace(fresh, samples=Stateless()), parts)
+            return dataclasses.replace(known, samples=fresh.samples)
+        return put_together(fresh, parts)
+
+    def _store(self, parameters: ParameterVector, state: Any) -> None:
+        write_state(self.state, self._first_parameter(), parameters, taken_apart(state), self._comm)
+
+
+_BASES = {ClosureOptimizer, CurvatureOptimizer}
+
+
+def _policy(sets: Any) -> SamplePolicy:
+    if sets is not None and not isinstance(sets, SamplePolicy):
+        raise ValueError(f"sets is a {type(sets).__name__}; pass Subsets(train_set, batch_size=..., seed=...).")
+    policy: SamplePolicy = FullBatch() if sets is None else sets
+    return policy
 
 
 def whole(name: str, value: Any) -> int:
-    """An argument as an integer.
+    """Return an argument as an integer.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is not an integer.
     """
     try:
         if isinstance(value, bool):

@@ -1,14 +1,14 @@
 """One checkpoint file of a run, which loads on any number of ranks: ``save`` and ``load``.
 
-It has the safetensors layout, so that loading it runs no code, and any reader of safetensors opens it. Tensors are
-named ``model/…``, ``optimizer/…`` (vectors of all parameters) and ``factors/…`` (the preconditioner's, inverses
-included: made anew they would be fresher than those of a run that was not interrupted). All else is one JSON text of at
-most 1 MiB in the file's metadata: format, version, the optimizer's numbers, its parameter groups, ``extra``, and a
-CRC-32 of all of it, tensors included.
+The file has the safetensors layout: loading it runs no code, and any reader of safetensors opens it. Tensors are named
+``model/…``, ``vectors/…`` (the optimizer's vectors of all parameters) and ``tensors/…`` (its strategies' own, such as
+Kronecker factors and their inverses: recomputed ones would be fresher than those of an uninterrupted run). One JSON
+text of at most 1 MiB in the file's metadata has the rest: format, version, the optimizer's numbers, its parameter
+groups, ``extra``, and a CRC-32 of everything, tensors included.
 
-Torch's random generators are not saved. The optimizer draws from none of them (its samples follow from seed and
-iteration), and those of R ranks have no meaning for another R. A program that does use them puts into ``extra`` what it
-needs, for example ``torch.get_rng_state().tolist()``.
+Torch's random generators are not saved. The optimizer does not use them (seed and iteration determine its samples), and
+the generators of R ranks have no meaning for another R. A program that uses them puts their states into ``extra``, for
+example ``torch.get_rng_state().tolist()``.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from krylov_descent.distributed.comm import together
+from krylov_descent.base import CurvatureOptimizer
+from krylov_descent.distributed.comm import run_on_all
 from krylov_descent.distributed.process_group import gather
-from krylov_descent.optimizer import KSD
 from krylov_descent.safety.checksum import checksum
 from krylov_descent.safety.tensor_file import ANEW, CODES, LIMIT, reading, write
-from krylov_descent.state import WholeState
+from krylov_descent.state import Parts
 from krylov_descent.vectors.ranks import require_plain
 
 _FORMAT, _VERSION = "krylov-descent checkpoint", 1
@@ -36,25 +36,29 @@ _AS_IT_WAS = "Build model and optimizer as they were when it was saved."
 
 
 def save(
-    path: str | os.PathLike[str], model: nn.Module, optimizer: KSD, *, extra: Mapping[str, Any] | None = None
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: CurvatureOptimizer,
+    *,
+    extra: Mapping[str, Any] | None = None,
 ) -> Path:
     """Save a run to one file; every rank calls it, and rank 0 writes.
 
-    The file has its name only once it is complete: killed at any moment, a run finds the old one or the new one.
+    The file is replaced atomically: a run that is killed at any moment finds the old one or the new one.
 
     Args:
-        path: of the file, such as ``run.safetensors``; an older one is replaced.
-        model: its parameters and buffers are saved.
-        optimizer: its state is gathered on rank 0, and saved with the settings of its groups.
-        extra: anything else, of JSON types; that of rank 0 is kept.
+        path: the path of the file, such as ``run.safetensors``; an older one is replaced.
+        model: the model, whose parameters and buffers are saved.
+        optimizer: the optimizer, whose state is saved with the settings of its groups.
+        extra: anything else, of JSON types; rank 0's is saved.
 
     Returns:
         The path.
 
     Raises:
-        ValueError: something cannot be saved; says what.
-        OSError: the file cannot be written. What was saved before is still there.
-        RankError: another rank failed; says which.
+        ValueError: something, named in the message, cannot be saved.
+        OSError: the file cannot be written; the older one is unchanged.
+        RankError: another rank, named in the message, failed.
 
     Example:
         >>> import tempfile, torch
@@ -68,34 +72,33 @@ def save(
     """
     path, comm = Path(path), optimizer.comm
     state = optimizer.whole_state()
-    tensors, text = together(comm, lambda: _contents(model, optimizer, state, {} if extra is None else dict(extra)))
-    together(comm, lambda: write(path, tensors, text) if comm.rank == 0 else None)
+    tensors, text = run_on_all(comm, lambda: _contents(model, optimizer, state, {} if extra is None else dict(extra)))
+    run_on_all(comm, lambda: write(path, tensors, text) if comm.rank == 0 else None)
     return path
 
 
-def load(path: str | os.PathLike[str], model: nn.Module, optimizer: KSD) -> dict[str, Any] | None:
-    """Go on from a checkpoint, whatever the number of ranks that saved it; every rank calls it, and reads the file.
+def load(path: str | os.PathLike[str], model: nn.Module, optimizer: CurvatureOptimizer) -> dict[str, Any] | None:
+    """Load a checkpoint that any number of ranks saved; every rank calls it, and reads the file.
 
-    Names, shapes and dtypes are compared before any tensor is read. Model and optimizer are left alone if the file is
-    refused.
+    Names, shapes and dtypes are compared before any tensor is read. A refused file changes neither model nor optimizer.
 
     Args:
-        path: as given to ``save``, on a file system that all ranks see.
-        model: one of the same names, shapes and dtypes; whatever it holds is replaced.
-        optimizer: one of the same parameter groups; their settings are replaced, too.
+        path: the path given to ``save``, on a file system that all ranks see.
+        model: a model with the same names, shapes and dtypes; its contents are replaced.
+        optimizer: an optimizer with the same parameter groups; their settings are replaced, too.
 
     Returns:
-        ``extra`` as given to ``save``, {} if nothing was; None if there is no file.
+        ``extra`` as given to ``save``, {} without one; None if there is no file.
 
     Raises:
-        ValueError: the file is damaged or of another model, or ranks see different files; says how.
-        RankError: another rank could not load; says which.
+        ValueError: the file is damaged or of another model, or ranks see different files.
+        RankError: another rank, named in the message, could not load.
     """
     require_plain(optimizer.trained())
     path, comm = Path(path), optimizer.comm
     if not any(gather(comm, path.exists())):
         return None
-    document, tensors = together(comm, lambda: _read(path, model, optimizer))
+    document, tensors = run_on_all(comm, lambda: _read(path, model, optimizer))
     if len(set(gather(comm, document["crc32"]))) > 1:
         raise ValueError(f"The ranks see different files as {path}. Put it on a file system that all of them share.")
 
@@ -105,17 +108,16 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: KSD) -> dict
         for group, saved in zip(optimizer.param_groups, document["groups"], strict=True):
             group.update(saved["settings"])
 
-    together(comm, commit)
+    run_on_all(comm, commit)
     return dict(document["extra"])
 
 
 def _contents(
-    model: nn.Module, optimizer: KSD, state: WholeState, extra: dict[str, Any]
+    model: nn.Module, optimizer: CurvatureOptimizer, state: Parts, extra: dict[str, Any]
 ) -> tuple[dict[str, Tensor], str]:
-    """All tensors by name, and the JSON text."""
-    vectors, numbers, factors = state
+    """Return all tensors by name, and the JSON text."""
     tensors = {}
-    for prefix, group in (("model/", model.state_dict()), ("optimizer/", vectors), ("factors/", factors)):
+    for prefix, group in (("model/", model.state_dict()), ("vectors/", state.vectors), ("tensors/", state.tensors)):
         for name, x in group.items():
             if type(x) is not Tensor or x.layout != torch.strided or x.dtype not in CODES:
                 raise ValueError(
@@ -136,7 +138,8 @@ def _contents(
     document = {
         "format": _FORMAT,
         "version": _VERSION,
-        "numbers": {key: x if math.isfinite(x) else str(float(x)) for key, x in numbers.items()},
+        "optimizer": optimizer._owner(),
+        "numbers": {key: _plain(x) for key, x in state.numbers.items()},
         "groups": _groups_of(model, optimizer),
         "extra": extra,
     }
@@ -149,8 +152,8 @@ def _contents(
     return tensors, text
 
 
-def _groups_of(model: nn.Module, optimizer: KSD) -> list[dict[str, Any]]:
-    """The parameter groups: names, whether they are trained, and the settings that are numbers."""
+def _groups_of(model: nn.Module, optimizer: CurvatureOptimizer) -> list[dict[str, Any]]:
+    """Return the parameter groups: names, whether trained, and numeric settings."""
     names = {id(p): name for name, p in reversed([*model.named_parameters(remove_duplicate=False)])}
     groups = []
     for i, group in enumerate(optimizer.param_groups):
@@ -166,11 +169,16 @@ def _groups_of(model: nn.Module, optimizer: KSD) -> list[dict[str, Any]]:
     return groups
 
 
-def _read(path: Path, model: nn.Module, optimizer: KSD) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The JSON document and the tensors of a file, if they are sound and fit."""
+def _read(path: Path, model: nn.Module, optimizer: CurvatureOptimizer) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return the JSON document and the tensors of a file, verified against model and optimizer."""
     with reading(path) as file:
         document = _document(file.text)
         _require_model(file.declared, model)
+        if document["optimizer"] != optimizer._owner():
+            raise ValueError(
+                f"The checkpoint is one of {_short(document['optimizer'])}, and the optimizer is a "
+                f"{optimizer._owner()}. {_AS_IT_WAS}"
+            )
         _require_groups(document["groups"], _groups_of(model, optimizer))
         optimizer.check_whole_state(_state_in(file.declared, document))
         tensors = file.tensors()
@@ -182,10 +190,10 @@ def _read(path: Path, model: nn.Module, optimizer: KSD) -> tuple[dict[str, Any],
 
 
 def _document(text: str) -> dict[str, Any]:
-    """The JSON text of a file as an object, if ``save`` may have written it."""
+    """Return the parsed JSON text of a file, if ``save`` may have written it."""
     try:
         document: dict[str, Any] = json.loads(text)
-        canonical = _canonical(document) == text  # no key twice, no NaN
+        canonical = _canonical(document) == text  # no duplicate key, no NaN
     except (ValueError, RecursionError) as error:
         raise ValueError(f"The metadata are not JSON ({_short(str(error))}). {ANEW}") from None
     if type(document["version"]) is not int or document["version"] != _VERSION:  # True equals 1
@@ -199,7 +207,7 @@ def _document(text: str) -> dict[str, Any]:
 
 
 def _require_model(declared: Mapping[str, Tensor], model: nn.Module) -> None:
-    """The tensors of a file must be those of this model and of an optimizer."""
+    """Require that the tensors of a file are those of this model and of an optimizer."""
     there, here = _within(declared, "model/"), model.state_dict()
     if there.keys() != here.keys():
         raise ValueError(
@@ -212,13 +220,13 @@ def _require_model(declared: Mapping[str, Tensor], model: nn.Module) -> None:
                 f"This is a checkpoint of another model: {name} is {[*saved.shape]} of {saved.dtype} there and "
                 f"{[*x.shape]} of {x.dtype} here. {_AS_IT_WAS}"
             )
-    others = [name for name in declared if not name.startswith(("model/", "optimizer/", "factors/"))]
+    others = [name for name in declared if not name.startswith(("model/", "vectors/", "tensors/"))]
     if others:
         raise ValueError(f"No checkpoint has {_short(others)}. {ANEW}")
 
 
 def _require_groups(there: list[Any], here: list[dict[str, Any]]) -> None:
-    """Saved parameter groups must be those of the optimizer, with settings that are numbers."""
+    """Require the optimizer's own parameter groups, with numeric settings."""
     if len(there) != len(here):
         raise ValueError(f"The checkpoint has {len(there)} parameter groups, the optimizer {len(here)}. {_AS_IT_WAS}")
     for i, (saved, now) in enumerate(zip(there, here, strict=True)):
@@ -234,10 +242,15 @@ def _require_groups(there: list[Any], here: list[dict[str, Any]]) -> None:
                 raise ValueError(f"{key} of parameter group {i} is {_short(x)}, which is no setting. {ANEW}")
 
 
-def _state_in(tensors: Mapping[str, Tensor], document: Mapping[str, Any]) -> WholeState:
-    """The optimizer's state among the contents of a file."""
+def _state_in(tensors: Mapping[str, Tensor], document: Mapping[str, Any]) -> Parts:
+    """Return the optimizer's state from the contents of a file."""
     numbers = {key: float(x) if x in ("inf", "-inf", "nan") else x for key, x in document["numbers"].items()}
-    return _within(tensors, "optimizer/"), numbers, _within(tensors, "factors/")
+    return Parts(_within(tensors, "vectors/"), numbers, _within(tensors, "tensors/"))
+
+
+def _plain(x: float | str) -> float | str:
+    """Return a number or string as a JSON value."""
+    return x if isinstance(x, str) or math.isfinite(x) else str(float(x))
 
 
 def _within(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
@@ -249,6 +262,6 @@ def _canonical(document: Mapping[str, Any]) -> str:
 
 
 def _short(value: Any) -> str:
-    """A value for an error message."""
+    """Return a value's repr, shortened for an error message."""
     text = repr(value)
     return text if len(text) <= 80 else text[:79] + "…"

@@ -1,4 +1,4 @@
-"""Progress inside a step: the maths counts, a listener shows; ``step_bar`` does so with tqdm."""
+"""Progress inside a step: events for a listener, and ``step_bar``, which shows them with tqdm."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, Protocol, TypeAlias, TypeVar
+from typing import Any, Generic, Literal, TypeAlias, TypeVar
 
 from krylov_descent.report import StepReport
 
@@ -15,13 +15,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Progress:
-    """What a step has just finished.
+    """A unit of work that a step has just finished.
 
     Attributes:
         phase: "gradient", the pass over A, in micro-batches; "basis", in curvature products; "search", in
             evaluations on C.
-        done: how many of them.
-        total: of how many, where that is known beforehand.
+        done: the number of finished units in this phase.
+        total: the number of all units, if known beforehand.
 
     Example:
         >>> import torch
@@ -44,11 +44,11 @@ Tell: TypeAlias = Callable[[Progress], None]
 
 
 def nobody(progress: Progress) -> None:
-    """Listens to nothing."""
+    """Ignore progress."""
 
 
 class Counted(Generic[T]):
-    """Micro-batches that tell when the pass goes on to the next of them."""
+    """Micro-batches that report progress as they are iterated over."""
 
     def __init__(self, batches: Iterable[T], tell: Tell) -> None:
         self._batches, self._tell = batches, tell
@@ -63,19 +63,13 @@ class Counted(Generic[T]):
 _WORDS = {"gradient": "pass over A", "basis": "basis vector", "search": "search evaluation"}
 
 
-class Listened(Protocol):
-    """What tells how far it is."""
-
-    on_progress: Tell | None
-
-
 @contextmanager
 def step_bar(
-    optimizer: Listened, max_steps: float = math.inf, *, shown: bool = True, mininterval: float = 0.1
+    optimizer: Any, max_steps: float = math.inf, *, shown: bool = True, mininterval: float = 0.1
 ) -> Iterator[Callable[[StepReport], None]]:
-    """Show a bar of steps with the phase within the step; call what it gives with each report.
+    """Show a progress bar of steps and phases; call the function that it yields with each report.
 
-    ``optimizer.run(..., progress=True)`` does this by itself; for a loop of one's own:
+    ``optimizer.run(..., progress=True)`` does this by itself.
 
     Example:
         >>> import torch
@@ -95,36 +89,26 @@ def step_bar(
     except ImportError:
         raise ValueError("A progress bar needs tqdm: pip install 'krylov-descent[cli]', or tqdm itself.") from None
     before = optimizer.on_progress
-    with tqdm(
-        total=None if math.isinf(max_steps) else int(max_steps),
-        unit="step",
-        dynamic_ncols=True,
-        mininterval=mininterval,
-    ) as bar:
-        latest = ""
+    total = None if math.isinf(max_steps) else int(max_steps)
+    with tqdm(total=total, unit="step", dynamic_ncols=True, mininterval=mininterval) as bar:
+        loss = ""
 
         def tell(progress: Progress) -> None:
             if before is not None:
                 before(progress)
-            _postfix(bar, f"{latest}{_WORDS[progress.phase]} {_count(progress)}")
+            of = "" if progress.total is None else f" of {progress.total}"
+            words = f"{_WORDS[progress.phase]} {progress.done}{of}"
+            bar.set_postfix_str(f"{loss}, {words}" if loss else words, refresh=False)
+            bar.update(0)  # redraws at tqdm's own pace
 
         def show(report: StepReport) -> None:
-            nonlocal latest
-            latest = f"loss {report.loss:.5g}, "
+            nonlocal loss
+            loss = f"loss {report.loss:.5g}"
+            bar.set_postfix_str(loss, refresh=False)
             bar.update()
-            _postfix(bar, latest[:-2])
 
         optimizer.on_progress = tell
         try:
             yield show
         finally:
             optimizer.on_progress = before
-
-
-def _postfix(bar: Any, text: str) -> None:
-    bar.set_postfix_str(text, refresh=False)
-    bar.update(0)  # redraws at tqdm's own pace
-
-
-def _count(progress: Progress) -> str:
-    return f"{progress.done}" if progress.total is None else f"{progress.done} of {progress.total}"

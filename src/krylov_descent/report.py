@@ -1,4 +1,4 @@
-"""What a step tells its caller: why the search ended, and one frozen record of the whole step."""
+"""The report of a step, and the reason why its search ended."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class StopReason(enum.Enum):
-    """Why the search over the subspace ended; ``reason.remedy`` says what, if anything, to do about it.
+    """The reason why the search over the subspace ended; ``reason.remedy`` says what to do about it, if anything.
 
     Example:
         >>> from krylov_descent import StopReason
@@ -30,22 +30,22 @@ class StopReason(enum.Enum):
 
     @property
     def remedy(self) -> str:
-        """One sentence: what this outcome means for the next step."""
+        """The meaning of the reason, and what to do about it."""
         return _REMEDY[self]
 
 
 _REMEDY: Mapping[StopReason, str] = {
     StopReason.CONVERGED: "Nothing to do: the minimum over the subspace was found.",
     StopReason.NOISE: (
-        "No further decrease can be told from rounding in this dtype; "
+        "Any further decrease is below the rounding error of this dtype; "
         "if every step ends so, training is finished or needs float64."
     ),
     StopReason.MAX_ITERATIONS: (
-        "The cap on inner iterations was met; the best point seen was taken. "
+        "The cap on inner iterations was reached; the best point seen was taken. "
         "Raise Search(iterations=...) if the loss still falls fast."
     ),
     StopReason.MAX_EVALUATIONS: (
-        "The cap on evaluations was met; the best point seen was taken. "
+        "The cap on evaluations was reached; the best point seen was taken. "
         "Raise Search(evaluations=...) if the loss still falls fast."
     ),
     StopReason.NON_FINITE: (
@@ -61,23 +61,23 @@ _REMEDY: Mapping[StopReason, str] = {
         "if steps are short because of it, use curvature='ggn' or more damping."
     ),
     StopReason.GATHERING: (
-        "No piece of the direction of basis='rational' lowers the loss yet: the parameters stay, and the next step "
-        "adds other rows to it. Steps that end so are usual late in training."
+        "No step along the direction lowers the loss yet: the parameters stay, and the next step of GaussNewtonFlow "
+        "adds other Jacobian rows to the direction. Such steps are usual late in training."
     ),
     StopReason.MODEL: (
-        "Nothing to do: the minimum of the quadratic model was taken without a search, as the loss fell there by "
-        "enough of what the model promised (Search(model=...))."
+        "Nothing to do: the minimum of the quadratic model was taken without a search, because the loss fell there by "
+        "enough of the predicted decrease (ModelSearch(agreement=...))."
     ),
     StopReason.CANDIDATE: (
-        "Nothing to do: the best of the candidates of basis='rational' was taken, a piece of its direction or a damped "
-        "step; the loss is lower there."
+        "Nothing to do: the best candidate of GaussNewtonFlow was taken, a step along its direction or a damped step; "
+        "the loss is lower there."
     ),
 }
 
 
 @dataclasses.dataclass(frozen=True)
 class StepReport:
-    """One step of KSD.
+    """The report of one step of an optimizer.
 
     Attributes:
         iteration: the number of the step, from 0.
@@ -85,22 +85,23 @@ class StepReport:
         search_loss_before: f on C before the step.
         search_loss_after: f on C after it.
         grad_norm: ‖g‖ on A.
-        krylov_dim: Krylov vectors kept; the previous direction is not counted. With basis="rational", all vectors.
-        ritz_values: eigenvalues of H̄, ascending: a picture of the curvature seen from the gradient.
-        inner_iterations: BFGS iterations.
-        inner_evaluations: evaluations of f and its gradient on C.
+        krylov_dim: the number of Krylov vectors, without the previous step; 0 for GaussNewtonFlow, which has none.
+        ritz_values: the eigenvalues of H̄, ascending, which approximate those of the curvature. Empty without Krylov
+            vectors.
+        inner_iterations: the number of BFGS iterations.
+        inner_evaluations: the number of evaluations of f on C, with or without its gradient.
         stop_reason: why the search ended; ``stop_reason.remedy`` says what to do.
         accepted: whether the previous step was kept; False means that it raised f on A and was undone first.
-        seconds: time by phase: "gradient", "basis", "search".
-        sample_gradients: cost of this step in gradients of one sample (forward ⅓, Gauss–Newton or Fisher product
+        seconds: the time by phase: "gradient", "basis", "search".
+        sample_gradients: the cost of this step in gradients of one sample (forward ⅓, Gauss–Newton or Fisher product
             4/3, Hessian product 2, sign probe ⅔).
         orthogonality_error: max |V Vᵀ − I|.
-        set_sizes: samples in "A", "B" and "C".
-        preconditioner: what served as D: "fisher", "none", or the name of a custom one.
-        notes: what else there is to know, one sentence each.
-        bytes_sent: what this rank sent to others; 0 in a single process.
-        coefficients: of the step in the basis vectors: the Krylov vectors first, then the previous step, and
-            with ``DEEP`` those before it, once A has all samples.
+        set_sizes: the number of samples in "A", "B" and "C".
+        preconditioner: the name of D: "fisher", "none", or the name of a custom one.
+        notes: further remarks, one sentence each.
+        bytes_sent: the number of bytes that this rank sent to others; 0 in a single process.
+        coefficients: the step's coefficients in the basis vectors: the Krylov vectors first, then the previous step,
+            and with ``DEEP`` earlier steps once A holds all samples. Empty without a basis.
 
     Example:
         >>> import torch
@@ -137,17 +138,18 @@ class StepReport:
         return self.loss
 
     def __str__(self) -> str:
+        vectors = f" | K {self.krylov_dim}" if self.krylov_dim else ""
         kept = "" if self.accepted else " | previous step undone"
         notes = f" | {' '.join(self.notes)}" if self.notes else ""
         return (
             f"step {self.iteration} | loss {self.loss:.6g} | search {self.search_loss_before:.6g} → "
-            f"{self.search_loss_after:.6g} | |g| {self.grad_norm:.3g} | K {self.krylov_dim} | "
+            f"{self.search_loss_after:.6g} | |g| {self.grad_norm:.3g}{vectors} | "
             f"{self.inner_evaluations} evaluations, {self.stop_reason.value} | "
             f"{sum(self.seconds.values()):.2f} s{kept}{notes}"
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain numbers, strings, lists and dicts, ready for JSON."""
+        """Return the report as plain numbers, strings, lists and dicts, ready for JSON."""
         plain = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         plain["stop_reason"] = self.stop_reason.value
         plain["ritz_values"] = list(self.ritz_values)
@@ -160,7 +162,7 @@ class StepReport:
 
 @dataclasses.dataclass(frozen=True)
 class Settlement:
-    """What ``KSD.settle`` found: the loss on A that training ends with, and whether the last step was kept.
+    """The result of ``settle``: the final loss on A, and whether the last step was kept.
 
     Example:
         >>> Settlement(loss=0.25, accepted=True)

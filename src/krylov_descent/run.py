@@ -1,4 +1,4 @@
-"""A run, not only a step: steps until a reason to end, the best point kept."""
+"""A run: steps until a reason to end, with the best point kept."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from krylov_descent.report import Settlement, StepReport, StopReason
 
 
 class EndReason(enum.Enum):
-    """Why a run ended; ``reason.remedy`` says what it means.
+    """The reason why a run ended; ``reason.remedy`` explains it.
 
     Example:
         >>> from krylov_descent import EndReason
         >>> EndReason.MAX_STEPS.remedy
-        'All steps were taken. Run on: the optimizer continues where it is.'
+        'All steps were taken. Call run again to continue from here.'
     """
 
     MAX_STEPS = "max-steps"
@@ -35,51 +35,51 @@ class EndReason(enum.Enum):
 
     @property
     def remedy(self) -> str:
-        """What it means, and what to do if more is wanted."""
+        """The meaning of the reason, and a way to lower the loss further."""
         return _REMEDY[self]
 
 
 _REMEDY: Mapping[EndReason, str] = {
-    EndReason.MAX_STEPS: "All steps were taken. Run on: the optimizer continues where it is.",
-    EndReason.SECONDS: "The time was used up. Run on: the optimizer continues where it is.",
+    EndReason.MAX_STEPS: "All steps were taken. Call run again to continue from here.",
+    EndReason.SECONDS: "The time was used up. Call run again to continue from here.",
     EndReason.GRADIENT: "The gradient's norm is at most gtol: converged.",
     EndReason.PATIENCE: (
-        "Nothing improved for `patience` steps: converged for these sets. More may be had from larger sets "
-        "(Subsets(fraction=...)), a larger krylov_dim (or rows of basis='rational'), or float64."
+        "The loss did not improve for `patience` steps: converged for these sets. Larger sets (Subsets(fraction=...)), "
+        "a larger krylov_dim (KSD), more rows (GaussNewtonFlow) or float64 may lower it further."
     ),
     EndReason.STUCK: (
-        "Step after step found nothing better than where it began: converged to the rounding of the dtype. "
-        "In float32, go on in float64 (model.double() and a new optimizer)."
+        "Several steps in a row found no lower loss: converged to the rounding error of the dtype. "
+        "In float32, continue in float64 (model.double() and a new optimizer)."
     ),
 }
 
-#: Steps in a row that end a run: the first may fail for the sake of a remembered step, or of a damping.
+#: Steps in a row without a decrease that end a run: one may fail because of its last step or its damping.
 NOTHING_FOUND = 5
 
 
 def in_vain(report: StepReport, before: int) -> int:
-    """How many steps in a row found nothing, after this one; a step that gathers rows has yet to find."""
+    """Return the number of steps in a row without a decrease, up to this one; steps that gather rows are skipped."""
     if report.search_loss_after < report.search_loss_before:
         return 0
     return before if report.stop_reason is StopReason.GATHERING else before + 1
 
 
 class Steps(Protocol):
-    """What a run needs of an optimizer."""
+    """The interface of an optimizer that a run needs."""
 
     on_progress: Tell | None
 
     @property
     def comm(self) -> Comm:
-        """Of the ranks that step together."""
+        """The communicator of the ranks that step together."""
         ...
 
     def step(self, closure: Any, sets: Any = None) -> Any:
-        """One step."""
+        """Take one step."""
         ...
 
     def trained(self) -> list[Tensor]:
-        """The parameters that steps move."""
+        """Return the trained parameters."""
         ...
 
 
@@ -88,9 +88,9 @@ class Best:
     """The best point of a run.
 
     Attributes:
-        value: the loss on A there, or what ``monitor`` returned.
-        steps: how many steps of the run led to it.
-        parameters: copies, in the optimizer's order.
+        value: the loss on A there, or the value of ``monitor``.
+        steps: the number of steps before it.
+        parameters: copies of the parameters, in the optimizer's order.
 
     Example:
         >>> import torch
@@ -108,12 +108,12 @@ class Best:
 
 
 class Run:
-    """Steps, one report at a time; ``KSD.run`` makes it.
+    """An iterable of step reports, made by ``optimizer.run``.
 
     Attributes:
-        reason: why it ended; None while it goes on, and after a ``break``.
-        steps: taken so far.
-        loss: the last known loss on A; after the end, of the point where the run ended.
+        reason: why the run ended; None before its end, and after a ``break``.
+        steps: the number of steps taken.
+        loss: the last known loss on A; after the end, the loss at the final point.
         best: the best point so far, or None.
 
     Example:
@@ -173,8 +173,8 @@ class Run:
                 if self._monitor is not None and not (gathers and self.best):
                     self._weigh(self._agreed(float(self._monitor())), self.steps + 1, None)
                 elif self._monitor is not None or gathered:
-                    pass  # the parameters stayed where they were weighed: gathering is no failure to improve
-                elif report.accepted:  # otherwise it began from an earlier point, which was weighed then
+                    pass  # gathering leaves the parameters at a point already compared, and does not count
+                elif report.accepted:  # otherwise the step began at an earlier point, already compared
                     self._weigh(report.loss, self.steps, here)
                 else:
                     self._stale += 1
@@ -193,9 +193,9 @@ class Run:
         self._settle()
 
     def restore_best(self) -> Best:
-        """Put the parameters back to the best point.
+        """Restore the parameters of the best point.
 
-        The optimizer notices that they were moved, and does not judge its last step by them.
+        The optimizer notices the change, and does not judge its last step by it.
 
         Raises:
             ValueError: no step was taken yet.
@@ -213,7 +213,7 @@ class Run:
         return f"{self.steps} steps | loss {self.loss:.6g}{best} | {why}"
 
     def _settle(self) -> None:
-        """The loss where the run ended, and with sets the last step judged."""
+        """Compute the final loss, and with sets judge the last step."""
         settle = getattr(self._optimizer, "settle", None)
         if self.steps == 0 or settle is None:
             return
@@ -223,7 +223,7 @@ class Run:
             self._weigh(settlement.loss, self.steps, None)
 
     def _weigh(self, value: float, steps: int, point: tuple[Tensor, ...] | None) -> None:
-        """Keep a point if it is the best so far, the present one by default; count those that are no better."""
+        """Keep a point, the present one by default, if it is the best so far; count points without improvement."""
         known = math.inf if self.best is None else self.best.value
         self._stale = 0 if value < known - self._noise * abs(known) or math.isinf(known) else self._stale + 1
         if self.best is None or value < known:
@@ -233,5 +233,5 @@ class Run:
         return tuple(p.detach().clone() for p in self._optimizer.trained())
 
     def _agreed(self, value: float) -> float:
-        """The largest of all ranks: they end at the same step."""
+        """Return the largest value of all ranks, so that they end at the same step."""
         return float(self._optimizer.comm.max(torch.tensor(value, dtype=torch.float64, device="cpu")))

@@ -1,63 +1,299 @@
-"""What a run remembers, as the state of an optimizer: tensors per parameter, plain numbers beside those of the first.
+"""The state of a run as nested frozen dataclasses, converted to and from named values; independent of their fields.
 
-As in torch's L-BFGS. With several ranks, a state has this rank's parts of the vectors. All of it survives state_dict →
-torch.save → torch.load(weights_only=True) → load_state_dict.
+A strategy's state is a frozen dataclass of numbers, tensors, tuples, dictionaries, further such dataclasses and None.
+A field made by ``vector()`` holds vectors of all parameters [P], of which each rank has its part. If a field may hold
+one of several dataclasses, their field ``kind`` distinguishes them. ``taken_apart`` gives every number and tensor a
+name such as ``subspace.earlier.0``; ``put_together`` is its inverse.
+
+In torch's optimizer state, vectors are stored by name with each parameter, in its shape; numbers and other tensors with
+the first parameter. With several ranks, each stores its parts of the vectors there instead. All of it survives
+state_dict → torch.save → torch.load(weights_only=True) → load_state_dict.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import types
+import typing
 from collections.abc import Mapping, MutableMapping
-from dataclasses import asdict, fields, replace
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from krylov_descent.distributed import Comm
 from krylov_descent.distributed.sharded import is_sharded
-from krylov_descent.krylov.basis import EARLIER
-from krylov_descent.krylov.candidates import Carry
-from krylov_descent.krylov.memory import Memory
-from krylov_descent.samples.growing import Confirmation, Promise
 from krylov_descent.vectors.parameters import ParameterVector
 from krylov_descent.vectors.ranks import require_plain
 
-State = MutableMapping[Tensor, Any]
-#: Vectors [P], numbers, and factors of a preconditioner, by name.
-WholeState = tuple[dict[str, Tensor], dict[str, int | float], dict[str, Tensor]]
-
-_EARLIER = tuple(f"earlier_{i}" for i in range(1, EARLIER + 1))
-_VECTORS = ("d_prev", "accepted", *_EARLIER)
-_COUNTS = ("iteration", "search_growth", "growths")
-_NUMBERS = (*_COUNTS, "seed", "accepted_loss")
-_CARRIED = tuple(field.name for field in fields(Carry))
-_JUDGED = tuple(field.name for field in fields(Confirmation))
-_PROMISED = tuple(field.name for field in fields(Promise))
-_FACTORS = "factors"
-_ALL = (*_NUMBERS, *_CARRIED, *_JUDGED, *_PROMISED)
+T = TypeVar("T")
+OptimizerState = MutableMapping[Tensor, Any]
+Number = int | float | str
 
 
-def read_memory(state: State, first: Tensor, parameters: ParameterVector, seed: int, comm: Comm) -> Memory:
-    """The memory in a state; that of a new run if there is none. ``first`` is the first parameter of all.
+class Parts(NamedTuple):
+    """A state by names: vectors [P] or this rank's parts of them, numbers and strings, and other tensors."""
+
+    vectors: dict[str, Tensor]
+    numbers: dict[str, Number]
+    tensors: dict[str, Tensor]
+
+    def without(self, start: str) -> Parts:
+        """Return the parts whose names do not begin with ``start``."""
+        return Parts(*({name: x for name, x in part.items() if not name.startswith(start)} for part in self))  # type: ignore[arg-type]
+
+
+def vector(default: Any = None) -> Any:
+    """Return a dataclass field that holds a vector of all parameters, or a tuple of such vectors.
+
+    Example:
+        >>> @dataclasses.dataclass(frozen=True)
+        ... class Mine:
+        ...     direction: Tensor | None = vector()
+        ...     length: float = 1.0
+        >>> taken_apart(Mine()).numbers
+        {'length': 1.0}
+    """
+    return dataclasses.field(default=default, metadata={"vector": True})
+
+
+def taken_apart(state: Any) -> Parts:
+    """Return a state as named vectors, numbers and tensors.
 
     Raises:
-        ValueError: it is that of another number of ranks.
+        TypeError: a value cannot be saved, or could not be restored.
     """
-    numbers = state.get(first, {})
-    if "iteration" not in numbers:
-        return Memory(iteration=0, seed=seed)
-    in_parts, own = "layout" in numbers, _layout(parameters, comm)
-    found = tuple(numbers.get("layout", own))
-    vectors: dict[str, Tensor | None]
-    if comm.as_parameters and not in_parts:
-        whole = {key: read_vector(state, parameters, key, partial=key != "accepted") for key in _VECTORS}
-        vectors = {key: None if x is None else comm.shard(x) for key, x in whole.items()}
-    elif in_parts and not comm.as_parameters and own == found:
-        vectors = {key: numbers.get(f"{key}_part") for key in _VECTORS}
+    parts = Parts({}, {}, {})
+    _take_apart(state, "", parts, in_vector=False)
+    return parts
+
+
+def _take_apart(value: Any, name: str, parts: Parts, *, in_vector: bool) -> None:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        hints = _hints(type(value))
+        for field in dataclasses.fields(value):
+            below, part = _joined(name, field.name), getattr(value, field.name)
+            if hints[field.name] is Any and not (part is None or dataclasses.is_dataclass(part)):
+                raise TypeError(_unsavable(below, part))
+            _take_apart(part, below, parts, in_vector=field.metadata.get("vector", in_vector))
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            _take_apart(item, _joined(name, key), parts, in_vector=in_vector)
+    elif isinstance(value, tuple):
+        for i, item in enumerate(value):
+            _take_apart(item, _joined(name, i), parts, in_vector=in_vector)
+    elif isinstance(value, Tensor):
+        (parts.vectors if in_vector else parts.tensors)[name] = value
+    elif type(value) in _KINDS:
+        if not _is(type(value), value):
+            raise TypeError(
+                f"{name} = {str(value)[:80]!r} cannot be saved: a state has whole numbers from 0 to 2**64 - 1, and "
+                f"strings of up to {_LONGEST_WORD} characters. Use a float, or a shorter string."
+            )
+        parts.numbers[name] = value
+    elif value is not None:
+        raise TypeError(_unsavable(name, value))
+
+
+def _unsavable(name: str, value: object) -> str:
+    return (
+        f"{name or 'A state'} is a {type(value).__name__}, which cannot be saved. A strategy's state is a frozen "
+        "dataclass of numbers, strings, tensors, tuples, dictionaries and further such dataclasses."
+    )
+
+
+def put_together(fresh: T, parts: Parts) -> T:
+    """Return the state of these parts; ``fresh`` is the state of a new run with the same strategies.
+
+    Raises:
+        ValueError: names are missing or unknown, or a value is of another type.
+    """
+    state: T = _dataclass(type(fresh), fresh, _tree(parts), "", in_vector=False)
+    return state
+
+
+_Tree = dict[str, Any]
+"""Values by the parts of their names between dots: a subtree, or a leaf (whether it is a vector, value)."""
+
+
+def _tree(parts: Parts) -> _Tree:
+    root: _Tree = {}
+    for in_vector, part in ((True, parts.vectors), (False, parts.numbers), (False, parts.tensors)):
+        for name, value in part.items():
+            *path, last = name.split(".")
+            node = root
+            for key in path:
+                node = node.setdefault(key, {})
+                if not isinstance(node, dict):
+                    raise ValueError(_foreign(f"it has {name}"))
+            node[last] = (in_vector, value)
+    return root
+
+
+def _dataclass(kind: type[Any], like: Any, tree: _Tree, name: str, *, in_vector: bool) -> Any:
+    """Return a dataclass; ``like``, an instance or None, has the types of fields that are annotated with Any."""
+    hints = _hints(kind)
+    values = {}
+    for field in dataclasses.fields(kind):
+        known = getattr(like, field.name, None)
+        hint = type(known) if dataclasses.is_dataclass(known) else hints[field.name]
+        inside = field.metadata.get("vector", in_vector)
+        found, below = tree.pop(field.name, None), _joined(name, field.name)
+        if found is None and hints[field.name] is Any:  # a strategy that replaces a stateless one begins anew
+            values[field.name] = known
+            continue
+        values[field.name] = _value(hint, known, found, below, in_vector=inside)
+    if tree:
+        raise ValueError(_foreign(f"it has {_joined(name, next(iter(tree)))}"))
+    return kind(**values)
+
+
+def _value(hint: Any, like: Any, found: Any, name: str, *, in_vector: bool) -> Any:
+    """Return the value of a field of this type; ``found`` is the leaf or tree of its name, or None."""
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        if found is None:
+            return None
+        meant = _meant([kind for kind in inner if kind is not type(None)], found, name)
+        return _value(meant, like, found, name, in_vector=in_vector)
+    if origin is None and not dataclasses.is_dataclass(hint):
+        return _leaf(hint, found, name, in_vector=in_vector)
+    below = {} if found is None else found
+    if not isinstance(below, dict):
+        raise ValueError(_foreign(f"it has {name}"))
+    if dataclasses.is_dataclass(hint):
+        return _dataclass(typing.cast(type[Any], hint), like, below, name, in_vector=in_vector)
+    if origin is tuple:
+        items = _items(int, inner[0], below, name, in_vector=in_vector)
+        if sorted(items) != list(range(len(items))):
+            raise ValueError(_foreign(f"it has gaps in {name}"))
+        return tuple(items[i] for i in range(len(items)))
+    return _items(inner[0], inner[1], below, name, in_vector=in_vector)
+
+
+def _items(key_kind: Any, item: Any, tree: _Tree, name: str, *, in_vector: bool) -> dict[Any, Any]:
+    """Return the items of a mapping; keys of numbers and tensors may contain dots."""
+    values = {}
+    for key, found in (_leaves(tree) if item is Tensor or item in _KINDS else tree).items():
+        if key_kind is int and not key.isdecimal():
+            raise ValueError(_foreign(f"it has {_joined(name, key)}"))
+        values[key_kind(key)] = _value(item, None, found, _joined(name, key), in_vector=in_vector)
+    return values
+
+
+def _meant(kinds: list[Any], found: Any, name: str) -> Any:
+    """Return the dataclass whose field ``kind`` was found."""
+    if len(kinds) == 1:
+        return kinds[0]
+    leaf = found.get("kind") if isinstance(found, dict) else None
+    said = leaf[1] if isinstance(leaf, tuple) and isinstance(leaf[1], str) else None
+    meant = [kind for kind in kinds if kind.kind == said]
+    if len(meant) != 1:
+        raise ValueError(_foreign(f"it has {name}.kind = {str(said)[:80]!r}"))
+    return meant[0]
+
+
+def _leaves(tree: _Tree) -> _Tree:
+    """Return the leaves of a tree, by their full names."""
+    found: _Tree = {}
+    for key, below in tree.items():
+        found |= {f"{key}.{k}": v for k, v in _leaves(below).items()} if isinstance(below, dict) else {key: below}
+    return found
+
+
+def _leaf(kind: Any, found: Any, name: str, *, in_vector: bool) -> Any:
+    if found is None:
+        raise ValueError(_foreign(f"it has no {name}"))
+    is_vector, value = found if isinstance(found, tuple) else (None, None)
+    if (
+        is_vector is None
+        or isinstance(value, Tensor) != (kind is Tensor)
+        or is_vector != (in_vector and kind is Tensor)
+    ):
+        raise ValueError(_foreign(f"it has something else for {name}"))
+    if kind is Tensor:
+        return value
+    if not _is(kind, value):
+        raise ValueError(f"The state has {name} = {str(value)[:80]!r}, which is no {_KINDS[kind]}. Load another.")
+    return kind(value)
+
+
+@functools.cache
+def _hints_of(kind: Any) -> dict[str, Any]:
+    return typing.get_type_hints(kind)
+
+
+def _hints(kind: type[Any]) -> dict[str, Any]:
+    """Return the types of a dataclass's fields."""
+    try:
+        return _hints_of(kind)  # type: ignore[arg-type]
+    except NameError as error:
+        raise TypeError(
+            f"{kind.__name__} is a state whose annotations cannot be read: {error}. Define or import their names at "
+            "the top of its module."
+        ) from None
+
+
+_LONGEST_WORD = 200
+_KINDS: dict[type[Any], str] = {int: "whole number from 0", bool: "truth value", float: "number", str: "word"}
+
+
+def _is(kind: type[Any], value: Any) -> bool:
+    """Return whether a value is of this type and of a size that any file format holds; a float may be an int."""
+    whole = type(value) is int and 0 <= value < 1 << 64
+    word = type(value) is str and len(value) <= _LONGEST_WORD
+    return {int: whole, bool: type(value) is bool, float: type(value) is float or whole, str: word}[kind]
+
+
+def _joined(name: str, key: object) -> str:
+    return f"{name}.{key}" if name else str(key)
+
+
+def _foreign(how: str) -> str:
+    return (
+        f"The state is not that of an optimizer with these settings: {how}. Make the optimizer, and the sets, as they "
+        "were when the state was saved."
+    )
+
+
+def write_state(state: OptimizerState, first: Tensor, parameters: ParameterVector, parts: Parts, comm: Comm) -> None:
+    """Replace an optimizer's state; vectors are stored without a copy, as views or as this rank's parts."""
+    for entry in state.values():
+        entry.clear()
+    entry = state[first]
+    if comm.as_parameters:
+        for name, x in parts.vectors.items():
+            whole = comm.all_gather(x, parameters.numel)
+            for p, part in zip(parameters.params, parameters.unflatten(whole), strict=True):
+                # torch.save fails for a DTensor whose local part does not begin its storage.
+                state[p][name] = part.clone() if is_sharded(part) else part
+    else:
+        entry["parts"] = {"layout": list(_layout(parameters, comm)), **parts.vectors}
+    entry["numbers"], entry["tensors"] = dict(parts.numbers), dict(parts.tensors)
+
+
+def read_state(state: OptimizerState, first: Tensor, parameters: ParameterVector, comm: Comm) -> Parts | None:
+    """Return an optimizer's state; None if it has none.
+
+    Raises:
+        ValueError: the state is of another number of ranks.
+    """
+    entry = state.get(first, {})
+    if "numbers" not in entry:
+        return None
+    own = _layout(parameters, comm)
+    in_parts: dict[str, Any] | None = entry.get("parts")
+    found = own if in_parts is None else tuple(in_parts["layout"])
+    if comm.as_parameters and in_parts is None:
+        names = dict.fromkeys(name for p in parameters.params for name in state.get(p, {}) if name not in _BESIDE)
+        vectors = {name: comm.shard(_whole_vector(state, parameters, name)) for name in names}
+    elif in_parts is not None and not comm.as_parameters and own == found:
+        vectors = {name: x for name, x in in_parts.items() if name != "layout"}
     elif found == own:
         raise ValueError(
-            "The optimizer's state is that of a run in one process, and this KSD has a process_group. Make it without "
-            "process_group=..., as in that run, or save there by krylov_descent.checkpoint and load that."
+            "The optimizer's state is that of a run in one process, and this optimizer has a process_group. Make it "
+            "without process_group=..., as in that run, or save there by krylov_descent.checkpoint and load that."
         )
     else:
         raise ValueError(
@@ -65,141 +301,50 @@ def read_memory(state: State, first: Tensor, parameters: ParameterVector, seed: 
             f"rank {own[0]} of {own[1]} with {own[2]:,}. A state_dict holds one rank's part: to go on with other ranks "
             "or parameters, save and load by krylov_descent.checkpoint."
         )
-    memory = memory_of(vectors, {key: numbers[key] for key in _ALL if key in numbers})
-    factors = numbers.get(_FACTORS)
-    if factors is None:
-        return memory
-    return replace(memory, factors={k: x if isinstance(x, Tensor) else _scalar(x) for k, x in factors.items()})
+    return Parts(vectors, dict(entry["numbers"]), dict(entry["tensors"]))
 
 
-def write_memory(state: State, first: Tensor, parameters: ParameterVector, memory: Memory, comm: Comm) -> None:
-    """Replace the memory in a state; its vectors are kept as they are, in views, or as this rank's parts."""
-    vectors, numbers = memory_parts(memory)
-    for key in (*_CARRIED, *_JUDGED, *_PROMISED, _FACTORS):  # a memory without them has none, whatever was there before
-        state.get(first, {}).pop(key, None)
-    factors = {}
-    if memory.factors is not None:
-        # Numbers as such: torch casts tensors to the parameters' dtype when a state is loaded.
-        factors = {_FACTORS: {k: x if x.ndim else float(x) for k, x in memory.factors.items()}}
-    if comm.as_parameters:
-        whole = {k: None if x is None else comm.all_gather(x, parameters.numel) for k, x in vectors.items()}
-        write_vectors(state, parameters, whole)
-        for key in ("layout", *(f"{key}_part" for key in vectors)):  # of a state in parts that was there before
-            state[first].pop(key, None)
-        state[first].update(numbers, **factors)
-        return
-    for key, x in vectors.items():
-        state[first].pop(f"{key}_part", None)
-        if x is not None:
-            state[first][f"{key}_part"] = x
-    state[first].update(numbers, layout=list(_layout(parameters, comm)), **factors)
+_BESIDE = ("numbers", "tensors", "parts")
 
 
-def memory_parts(memory: Memory) -> tuple[dict[str, Tensor | None], dict[str, int | float]]:
-    """Its vectors and its numbers, by name."""
-    numbers = {key: getattr(memory, key) for key in _NUMBERS}
-    for group in (memory.carry, memory.confirmation, memory.promise):
-        numbers |= {} if group is None else asdict(group)
-    vectors = dict.fromkeys(_VECTORS) | dict(zip(_EARLIER, memory.earlier, strict=False))
-    return vectors | {"d_prev": memory.d_prev, "accepted": memory.accepted}, numbers
+def _whole_vector(state: OptimizerState, parameters: ParameterVector, name: str) -> Tensor:
+    """Return a vector [P] from the states of the parameters, with zeros for parameters added since."""
+    found = ((p, state.get(p, {}).get(name)) for p in parameters.params)
+    return parameters.joined([torch.zeros_like(p) if t is None else t for p, t in found])
 
 
-def memory_of(vectors: Mapping[str, Tensor | None], numbers: Mapping[str, int | float]) -> Memory:
-    """The memory of such parts.
+def _layout(parameters: ParameterVector, comm: Comm) -> tuple[int, ...]:
+    """Return the rank, the number of ranks and P."""
+    return comm.rank, comm.ranks, parameters.numel
+
+
+def require_whole(parts: Parts, parameters: ParameterVector) -> None:
+    """Require finite vectors of these parameters in a whole state; values on the device "meta" are not checked.
 
     Raises:
-        ValueError: names are missing, there are others, or a number is of another kind.
-    """
-    groups = {fields[0]: fields for fields in (_CARRIED, _JUDGED, _PROMISED) if fields[0] in numbers}
-    if set(numbers) != {*_NUMBERS}.union(*groups.values()) or not set(vectors) <= {*_VECTORS}:
-        raise ValueError(
-            f"The state has {sorted([*vectors, *numbers])}, which is not what a KSD remembers. Load one that KSD saved."
-        )
-    for key, n in numbers.items():
-        whole = type(n) is int and abs(n) < 1 << 64 and (n >= 0 or key not in _COUNTS)
-        if not whole and (not isinstance(n, float) or key in (*_COUNTS, "seed")):
-            raise ValueError(
-                f"The state has {key} = {str(n)[:80]!r}, which is no number of its kind. Load another one."
-            )
-    carry, confirmation, promise = (
-        None if fields[0] not in groups else {key: float(numbers[key]) for key in fields}
-        for fields in (_CARRIED, _JUDGED, _PROMISED)
-    )
-    return Memory(
-        iteration=int(numbers["iteration"]),
-        seed=int(numbers["seed"]),
-        d_prev=vectors.get("d_prev"),
-        accepted=vectors.get("accepted"),
-        accepted_loss=float(numbers["accepted_loss"]),
-        search_growth=int(numbers["search_growth"]),
-        growths=int(numbers["growths"]),
-        carry=None if carry is None else Carry(**carry),
-        confirmation=None if confirmation is None else Confirmation(**confirmation),
-        promise=None if promise is None else Promise(**promise),
-        earlier=tuple(x for key in _EARLIER if (x := vectors.get(key)) is not None),
-    )
-
-
-def require_whole(state: WholeState, parameters: ParameterVector) -> None:
-    """A state must be one of KSD, with finite vectors of these parameters; their values count unless on "meta".
-
-    Raises:
-        ValueError: it is not, or the parameters are DTensors.
+        ValueError: a vector does not fit or is not finite, or the parameters are DTensors.
     """
     require_plain(parameters.params)
-    vectors, numbers, factors = state
-    memory_of(vectors, numbers)
-    for name, x in vectors.items():
+    iteration = parts.numbers.get("iteration")
+    if type(iteration) is not int or iteration < 0:
+        said = f"The state has iteration = {str(iteration)[:80]!r}, which is no count of steps."
+        raise ValueError(f"{said} Load another.")
+    for name, value in parts.numbers.items():  # also those of a sample policy, which is known at the next step
+        if type(value) not in _KINDS or not _is(type(value), value):
+            raise ValueError(f"The state has {name} = {str(value)[:80]!r}, which no state has. Load another.")
+    for name, x in parts.vectors.items():
         if [*x.shape] != [parameters.numel] or x.dtype != parameters.dtype:
             raise ValueError(
                 f"The state is one of another model: {name} is {[*x.shape]} of {x.dtype}, and the parameters are "
                 f"{parameters.numel} numbers of {parameters.dtype}. Build the model as it was when it was saved."
             )
-    for name, x in {**vectors, **factors}.items():
+    for name, x in {**parts.vectors, **parts.tensors}.items():
         if not x.is_meta and not bool(x.isfinite().all()):
-            raise ValueError(f"The state is of no use: {name} is not finite. Load an older one.")
+            raise ValueError(f"The state cannot be used: {name} is not finite. Load an older one.")
 
 
-def memory_of_whole(state: WholeState, parameters: ParameterVector, comm: Comm) -> Memory:
-    """The memory of one rank, from a whole state.
-
-    Raises:
-        ValueError: it is of another optimizer or model, or not finite.
-    """
-    require_whole(state, parameters)
-    vectors, numbers, factors = state
-    parts = {name: comm.shard(x.to(parameters.device)) for name, x in vectors.items()}
-    placed = {name: x.to(parameters.device) for name, x in factors.items()}
-    return replace(memory_of(parts, numbers), factors=placed or None)
-
-
-def _scalar(x: float) -> Tensor:
-    return torch.tensor(x, dtype=torch.float64, device="cpu")
-
-
-def _layout(parameters: ParameterVector, comm: Comm) -> tuple[int, ...]:
-    """Rank, ranks and P."""
-    return comm.rank, comm.ranks, parameters.numel
-
-
-def write_vectors(state: State, parameters: ParameterVector, vectors: Mapping[str, Tensor | None]) -> None:
-    """Replace vectors in the states of the parameters, kept as they are, in views; None leaves none."""
-    for entry in state.values():
-        for key in vectors:
-            entry.pop(key, None)
-    for key, vector in vectors.items():
-        if vector is not None:
-            for p, part in zip(parameters.params, parameters.unflatten(vector), strict=True):
-                # torch.save fails for a DTensor whose local part does not begin its storage.
-                state[p][key] = part.clone() if is_sharded(part) else part
-
-
-def read_vector(state: State, parameters: ParameterVector, key: str, *, partial: bool) -> Tensor | None:
-    """A vector from the states of the parameters; a parameter that has none counts as zero if ``partial``."""
-    tensors = [state.get(p, {}).get(key) for p in parameters.params]
-    missing = sum(t is None for t in tensors)
-    if missing == len(tensors) or (missing and not partial):
-        return None
-    return parameters.joined(
-        [torch.zeros_like(p) if t is None else t for t, p in zip(tensors, parameters.params, strict=True)]
-    )
+def on_rank(parts: Parts, parameters: ParameterVector, comm: Comm) -> Parts:
+    """Return this rank's part of a whole state."""
+    vectors = {name: comm.shard(x.to(parameters.device)) for name, x in parts.vectors.items()}
+    tensors = {name: x.to(parameters.device) if x.ndim else x for name, x in parts.tensors.items()}
+    return Parts(vectors, dict(parts.numbers), tensors)

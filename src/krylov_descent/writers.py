@@ -1,4 +1,4 @@
-"""Where reports go: a JSONL file, TensorBoard, Weights & Biases; the packages are imported when a writer is made.
+"""Writers of reports to a JSONL file, TensorBoard or Weights & Biases, whose packages are imported on first use.
 
 A writer is called with each report and closed by its ``with`` block.
 """
@@ -9,38 +9,35 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TypeVar
 
 from krylov_descent.report import StepReport
 
 W = TypeVar("W", bound="_Writer")
 
+_SCALARS = (
+    *("loss", "search_loss_before", "search_loss_after", "grad_norm", "krylov_dim", "accepted"),
+    *("inner_iterations", "inner_evaluations", "sample_gradients", "orthogonality_error"),
+)
+
 
 class _Writer:
-    def __call__(self, report: StepReport) -> None:
-        raise NotImplementedError
-
     def close(self) -> None:
-        """Write what is left and let go."""
+        """Flush and close."""
         raise NotImplementedError
 
     def __enter__(self: W) -> W:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
 class JSONLWriter(_Writer):
-    """One line of JSON for each report, in a file that any tool can follow while it grows.
-
-    Numbers that are not finite, which JSON does not have, are null.
+    """Writes one line of JSON for each report, at once; numbers that are not finite become null.
 
     Args:
-        path: of the file; its folder is made. Lines are appended, so that a resumed run goes on in the same file.
+        path: the path of the file, whose folder is created. Lines are appended, so that a resumed run continues it.
 
     Example:
         >>> import tempfile, pathlib, torch
@@ -60,7 +57,7 @@ class JSONLWriter(_Writer):
         self._file = path.open("a", encoding="utf-8")
 
     def __call__(self, report: StepReport) -> None:
-        """Append one line, at once."""
+        """Append one line and flush."""
         self._file.write(json.dumps(_finite(report.as_dict()), allow_nan=False) + "\n")
         self._file.flush()
 
@@ -70,10 +67,10 @@ class JSONLWriter(_Writer):
 
 
 class TensorBoardWriter(_Writer):
-    """Scalars under ``ksd/``, and the Ritz values as a histogram.
+    """Writes scalars under ``ksd/`` and the Ritz values as a histogram to TensorBoard.
 
     Args:
-        target: a directory for event files, or a ``SummaryWriter`` of one's own, which is left open.
+        target: a directory for event files, or your own ``SummaryWriter``, which is left open.
 
     Raises:
         ImportError: tensorboard is not installed.
@@ -87,24 +84,25 @@ class TensorBoardWriter(_Writer):
         """Add the report at its iteration."""
         for name, value in scalars(report).items():
             self._writer.add_scalar(name, value, report.iteration)
-        finite = [x for x in report.ritz_values if math.isfinite(x)]
-        if finite:
+        if finite := _finite_ritz_values(report):
             # NumPy's histogram, and not TensorBoard's own, whose bins begin at 1e-12.
-            self._writer.add_histogram("ksd/ritz_values", _array(finite), report.iteration, bins="auto")
+            import numpy as np  # tensorboard brings it
+
+            self._writer.add_histogram("ksd/ritz_values", np.asarray(finite), report.iteration, bins="auto")
 
     def close(self) -> None:
-        """Flush, and close the writer if it was made here."""
+        """Flush, and close the writer unless it was given."""
         self._writer.flush()
         if self._own:
             self._writer.close()
 
 
 class WandbWriter(_Writer):
-    """Scalars under ``ksd/`` in a run of Weights & Biases, and the Ritz values as a histogram.
+    """Writes scalars under ``ksd/`` and the Ritz values as a histogram to a run of Weights & Biases.
 
     Args:
-        run: a run of one's own, which is left open; None starts one.
-        init: for ``wandb.init``, where a run is started: ``project=...``, ``mode="offline"``.
+        run: your own run, which is left open; None starts one.
+        init: arguments of ``wandb.init`` for a new run: ``project=...``, ``mode="offline"``.
 
     Raises:
         ImportError: wandb is not installed.
@@ -120,10 +118,9 @@ class WandbWriter(_Writer):
         self._histogram = wandb.Histogram
 
     def __call__(self, report: StepReport) -> None:
-        """Log the report; wandb counts steps by itself, so the iteration is a value of its own."""
+        """Log the report, with the iteration as a value: wandb counts steps by itself."""
         row: dict[str, Any] = {"ksd/iteration": report.iteration, **scalars(report)}
-        finite = [x for x in report.ritz_values if math.isfinite(x)]
-        if finite:
+        if finite := _finite_ritz_values(report):
             row["ksd/ritz_values"] = self._histogram(finite)
         self._run.log(row)
 
@@ -134,7 +131,7 @@ class WandbWriter(_Writer):
 
 
 def scalars(report: StepReport) -> dict[str, float]:
-    """The numbers of a report that are worth a curve, by name.
+    """Return the numbers of a report to plot as curves, by name.
 
     Example:
         >>> import torch
@@ -143,24 +140,16 @@ def scalars(report: StepReport) -> dict[str, float]:
         >>> scalars(KSD([w]).step(lambda: (w.square().mean(), w)))["ksd/loss"]
         6.5
     """
-    names = (
-        "loss",
-        "search_loss_before",
-        "search_loss_after",
-        "grad_norm",
-        "krylov_dim",
-        "inner_iterations",
-        "inner_evaluations",
-        "sample_gradients",
-        "orthogonality_error",
-    )
-    values = {f"ksd/{name}": float(getattr(report, name)) for name in names}
-    values["ksd/accepted"] = float(report.accepted)
+    values = {f"ksd/{name}": float(getattr(report, name)) for name in _SCALARS}
     for phase, seconds in report.seconds.items():
         values[f"ksd/seconds/{phase}"] = seconds
     if report.ritz_values:
         values["ksd/ritz_max"] = report.ritz_values[-1]
     return values
+
+
+def _finite_ritz_values(report: StepReport) -> list[float]:
+    return [x for x in report.ritz_values if math.isfinite(x)]
 
 
 def _finite(x: Any) -> Any:
@@ -169,12 +158,6 @@ def _finite(x: Any) -> Any:
     if isinstance(x, Mapping):
         return {k: _finite(v) for k, v in x.items()}
     return [_finite(v) for v in x] if isinstance(x, list) else x
-
-
-def _array(values: list[float]) -> Any:
-    import numpy  # tensorboard brings it
-
-    return numpy.asarray(values)
 
 
 def _summary_writer(directory: str | Path) -> Any:

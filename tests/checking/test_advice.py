@@ -1,4 +1,4 @@
-"""``check`` advises the rational basis where it can be used and was seen to win, and says why elsewhere."""
+"""``check`` advises the flow where it can be used and was seen to win, and says why elsewhere."""
 
 from __future__ import annotations
 
@@ -10,18 +10,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from krylov_descent import KSD, CheckReport, Growing, Rational, Subsets, check
-from krylov_descent.flow.sketch import sketch_bytes
-from krylov_descent.flow.step import RationalBuilder
+from krylov_descent import KSD, CheckReport, GaussNewtonFlow, Growing, Subsets, check
+from krylov_descent.flow.sketch import ROWS, sketch_bytes
 from tests.least_squares import F64, mlp, pinn
 
 
 def advice(report: CheckReport) -> str:
-    """What was found of the basis, once, and never as something wrong."""
-    (found,) = [f for f in report.findings if f.name == "basis"]
+    """What was found of the method, once, and never as something wrong."""
+    (found,) = [f for f in report.findings if f.name == "method"]
     assert found.status == "ok"
-    assert ("basis='rational'" in report.line) == found.detail.startswith("rational: ")
-    assert found.detail.startswith(("rational: ", "krylov: "))
+    assert ("GaussNewtonFlow(" in report.line) == found.detail.startswith("GaussNewtonFlow: ")
+    assert ("KSD(" in report.line) == found.detail.startswith("KSD: ")
     return found.detail
 
 
@@ -37,12 +36,14 @@ def test_a_physics_informed_network(krylov_dim: int) -> None:
     model, closure = pinn()
     report = check(closure, model, krylov_dim=krylov_dim)
     assert report.ok
-    assert "rational: the closure differentiates the network" in advice(report)
-    assert report.line.endswith("KSD(model.parameters(), basis='rational')")
+    assert "GaussNewtonFlow: the closure differentiates the network" in advice(report)
+    assert report.line == (
+        "from krylov_descent import GaussNewtonFlow\n\noptimizer = GaussNewtonFlow(model.parameters())"
+    )
     namespace: dict[str, Any] = {"model": model}
     exec(report.line, namespace)
     optimizer = namespace["optimizer"]
-    assert isinstance(optimizer._builder, RationalBuilder)
+    assert type(optimizer) is GaussNewtonFlow
     before = closure()[0].item()
     for _ in range(3):
         optimizer.step(closure)
@@ -53,10 +54,8 @@ def test_other_curvatures_have_no_rows() -> None:
     model, closure = pinn()
     for curvature in ("hessian", "fisher"):
         told = advice(check(closure, model, curvature=curvature))
-        assert told.startswith("krylov: ")
+        assert told.startswith("KSD: ")
         assert f"not of curvature='{curvature}'" in told
-        with pytest.raises(ValueError, match=curvature):
-            KSD(model.parameters(), basis="rational", curvature=curvature)
 
 
 def test_sets() -> None:
@@ -74,13 +73,13 @@ def test_rows_that_do_not_fit() -> None:
     """By what the optimizer itself asks for: it refuses a budget of a byte less."""
     model, closure = pinn()
     n = sum(p.numel() for p in model.parameters())
-    taken = sketch_bytes(Rational().rows, n, F64)
-    KSD(model.parameters(), basis="rational", memory_budget=taken).step(closure)
-    with pytest.raises(ValueError, match="Use basis='krylov'"):
-        KSD(model.parameters(), basis="rational", memory_budget=taken - 1).step(closure)
-    assert advice(check(closure, model, available_memory=2 * taken)).startswith("rational: ")
+    taken = sketch_bytes(ROWS, n, F64)
+    GaussNewtonFlow(model.parameters(), memory_budget=taken).step(closure)
+    with pytest.raises(ValueError, match="Use KSD"):
+        GaussNewtonFlow(model.parameters(), memory_budget=taken - 1).step(closure)
+    assert advice(check(closure, model, available_memory=2 * taken)).startswith("GaussNewtonFlow: ")
     told = advice(check(closure, model, available_memory=taken))
-    assert told.startswith(f"krylov: the sketch of basis='rational' takes {taken:,} bytes (400 rows)")
+    assert told.startswith(f"KSD: the sketch of GaussNewtonFlow takes {taken:,} bytes (400 rows)")
 
 
 def test_losses_that_have_no_rows() -> None:
@@ -98,20 +97,20 @@ def test_losses_that_have_no_rows() -> None:
         loss, r = plain()
         return loss + sum(p.square().sum() for p in model.parameters()), r
 
-    assert advice(check(plain, model)).startswith("rational: ")
+    assert advice(check(plain, model)).startswith("GaussNewtonFlow: ")
     assert "couples rows of the outputs" in advice(check(coupled, model))
     assert "does not pass through the outputs" in advice(check(beside, model))
 
 
 def test_fits_without_derivatives() -> None:
-    """Either basis wins some."""
+    """Either method wins some."""
     model, x = mlp(2, 4, 1), torch.rand(8, 2, dtype=F64)
 
     def closure() -> tuple[Tensor, Tensor]:
         r = model(x) - x[:, :1]
         return r.square().mean(), r
 
-    assert advice(check(closure, model)).endswith("try KSD(basis='rational') too")
+    assert advice(check(closure, model)).endswith("try GaussNewtonFlow too")
 
 
 F = nn.functional
@@ -139,7 +138,7 @@ def test_it_is_for_least_squares(loss: Callable[[Tensor, Tensor], Tensor], dtype
 
     told = advice(check(closure, model))
     if loss in SQUARES and dtype == F64:
-        assert told.startswith("rational: ")
+        assert told.startswith("GaussNewtonFlow: ")
     elif loss in SQUARES:
         assert "was ahead in float64" in told
     else:
@@ -156,7 +155,7 @@ def test_rows_that_take_a_backward_pass_each() -> None:
         return r.square().mean(), r
 
     # Few numbers outside of linear layers have columns of their own; more do not.
-    assert advice(check(closure, model)).startswith("rational: ")
+    assert advice(check(closure, model)).startswith("GaussNewtonFlow: ")
     model[0] = nn.Conv1d(1, 20, 3).double()
     model[3] = nn.Linear(120, 1).double()
     assert "backward pass each" in advice(check(closure, model))
@@ -170,7 +169,7 @@ def test_a_few_rows_that_take_a_backward_pass_each_do_no_harm() -> None:
         periodic = ends - ends.roll(1, 0)
         return inside.square().mean() + periodic.square().mean(), (inside, periodic)
 
-    assert advice(check(closure, model)).startswith("rational: ")
+    assert advice(check(closure, model)).startswith("GaussNewtonFlow: ")
 
 
 def test_points_belong_in_the_first_dimension() -> None:
@@ -236,7 +235,7 @@ def test_earlier_steps_that_may_not_fit_are_left_out_by_a_budget() -> None:
 
 
 def test_derivatives_by_torch_func() -> None:
-    """They do not tell what graphs hold: nothing to fail for, and a step with either basis goes well."""
+    """They do not tell what graphs hold: nothing to fail for, and a step of either method goes well."""
     import_module("krylov_descent.distributed.gathered")  # has hooks of its own, for DTensor parameters alone
     model, x = mlp(2, 6, 1), torch.rand(9, 2, dtype=F64)
 
@@ -252,9 +251,9 @@ def test_derivatives_by_torch_func() -> None:
     assert report.ok
     (memory,) = [f for f in report.findings if f.name == "memory"]
     assert "graphs of B unknown (torch.func does not tell)" in memory.detail
-    assert "rational: the closure differentiates the network" in advice(report)
-    report_of_rational = KSD(model.parameters(), basis="rational").step(closure)
-    assert report_of_rational.search_loss_after < report_of_rational.loss
+    assert "GaussNewtonFlow: the closure differentiates the network" in advice(report)
+    of_flow = GaussNewtonFlow(model.parameters()).step(closure)
+    assert of_flow.search_loss_after < of_flow.loss
     with pytest.warns(UserWarning, match="Leave memory_budget out to keep them"):
         budgeted = KSD(model.parameters(), memory_budget=10**8).step(closure)
     assert budgeted.search_loss_after < budgeted.loss

@@ -18,7 +18,7 @@ from krylov_descent.distributed import SingleProcess
 from krylov_descent.objective.objective import Objective
 from krylov_descent.samples.subsets import Microbatch
 from krylov_descent.vectors.parameters import ParameterVector
-from krylov_descent.vectors.storage import Rows
+from krylov_descent.vectors.storage import BasisStorage
 from tests import problems, reference
 from tests.problems import Problem
 
@@ -76,7 +76,7 @@ def test_curvature_within_rows_equals_dense_matrix(name: str) -> None:
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         expected = dense("ggn", problem)
     V = torch.linalg.qr(torch.randn(len(expected), 2, dtype=torch.float64))[0].T.contiguous()
-    assert relative(product.within(Rows.of(V)), V @ expected @ V.T + 0.3 * torch.eye(2, dtype=V.dtype)) < 1e-9
+    assert relative(product.within(BasisStorage.of(V)), V @ expected @ V.T + 0.3 * torch.eye(2, dtype=V.dtype)) < 1e-9
 
 
 @pytest.mark.parametrize("decays", [(0.0, 0.0), (0.3, 0.3), (0.3, 0.0), (0.1, 0.7)])
@@ -90,7 +90,7 @@ def test_curvature_within_rows_has_the_decay_of_each_group(decays: tuple[float, 
     c = [torch.full((p.numel(),), decays[i > 0], dtype=H.dtype) for i, p in enumerate(problem.params)]
     H += torch.diag(torch.cat(c))
     V = torch.linalg.qr(torch.randn(len(H), 3, dtype=torch.float64))[0].T.contiguous()
-    assert relative(product.within(Rows.of(V)), V @ H @ V.T) < 1e-9
+    assert relative(product.within(BasisStorage.of(V)), V @ H @ V.T) < 1e-9
 
 
 @pytest.mark.parametrize("kind", ["ggn", "hessian", "fisher"])

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from krylov_descent import KSD, checkpoint
 from krylov_descent.distributed import RankError
 from krylov_descent.distributed.launch import init_process_group
+from krylov_descent.state import Number, Parts
 
 R = 4
 EXTRA = {"epoch": 7, "history": [1.5, None, True], "name": "ü"}
@@ -46,11 +47,12 @@ def build(small: bool = False, process_group: Any = None) -> tuple[nn.Module, KS
 def vectors(optimizer: KSD, iteration: int) -> dict[str, Tensor]:
     """The vectors that a run is pretended to have."""
     positions = torch.arange(optimizer.numel, dtype=next(iter(optimizer.param_groups[0]["params"])).dtype)
-    return {"d_prev": positions + 100 * iteration + 1, "accepted": -positions - 1}
+    return {"last_step": positions + 100 * iteration + 1, "acceptance.point": -positions - 1}
 
 
-def numbers_of(iteration: int) -> dict[str, int | float]:
-    return {"iteration": iteration, "seed": 2**60 + 1, "accepted_loss": math.inf, "search_growth": 2, "growths": 3}
+def numbers_of(iteration: int) -> dict[str, Number]:
+    counts = {"iteration": iteration, "seed": 2**60 + 1, "samples.search_growth": 2}
+    return {**counts, "policy": "Subsets", "acceptance.loss": math.inf}
 
 
 def pretend(model: nn.Module, optimizer: KSD, iteration: int) -> None:
@@ -58,7 +60,7 @@ def pretend(model: nn.Module, optimizer: KSD, iteration: int) -> None:
     with torch.no_grad():
         for i, x in enumerate(model.state_dict().values()):
             x.fill_(iteration + i)
-    optimizer.load_whole_state((vectors(optimizer, iteration), numbers_of(iteration), {}))
+    optimizer.load_whole_state(Parts(vectors(optimizer, iteration), numbers_of(iteration), {}))
     optimizer.param_groups[0]["lr"] = 0.5
 
 
@@ -66,14 +68,14 @@ def require(model: nn.Module, optimizer: KSD, iteration: int) -> None:
     """The state that ``pretend`` made."""
     for i, x in enumerate(model.state_dict().values()):
         assert bool((x == iteration + i).all())
-    found, numbers, factors = optimizer.whole_state()
+    found, numbers, tensors = optimizer.whole_state()
     expected = vectors(optimizer, iteration)
     if optimizer.comm.rank == 0:
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[name], x) for name, x in expected.items())
     else:
         assert not found
-    assert not factors
+    assert not tensors
     assert numbers == numbers_of(iteration)
     assert optimizer.param_groups[0]["lr"] == 0.5
 

@@ -13,6 +13,7 @@ from reliability.training import WIDTHS, data_of, dense
 from torch import Tensor, nn
 
 from krylov_descent import KSD, Growing, StepReport, Subsets
+from krylov_descent.base import CurvatureOptimizer
 from krylov_descent.distributed import Ranks
 from krylov_descent.distributed.process_group import GroupComm
 
@@ -59,8 +60,9 @@ def training(
     wire: torch.dtype | None = None,
     full_batch: bool = False,
     growing: int = 0,
+    method: type[CurvatureOptimizer] = KSD,
     **settings: Any,
-) -> tuple[nn.Module, KSD, Callable[[], StepReport]]:
+) -> tuple[nn.Module, CurvatureOptimizer, Callable[[], StepReport]]:
     """A model, its optimizer, and what takes a step."""
     model = model_of(kind, dtype)
     first = next(model.parameters())
@@ -69,11 +71,9 @@ def training(
     sets = Subsets(data, batch_size=batch_size, fraction=fraction, gradient_fraction=gradient_fraction, seed=3)
     if growing:
         sets = Growing(data, batch_size=batch_size, start=growing, seed=3)
-    optimizer = KSD(
-        model.parameters(),
-        **{"krylov_dim": 5, **settings},
-        process_group=Ranks(group, wire=wire),
-    )
+    if method is KSD:
+        settings = {"krylov_dim": 5, **settings}
+    optimizer = method(model.parameters(), **settings, process_group=Ranks(group, wire=wire))  # type: ignore[call-arg]
 
     def closure(batch: Any) -> tuple[Tensor, Tensor]:
         z = model(batch[0])

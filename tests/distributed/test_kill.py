@@ -38,8 +38,9 @@ def test_a_step_that_is_forgotten_would_be_noticed(tmp_path: Path) -> None:
     optimizer = KSD(model.parameters(), krylov_dim=5)
     path = tmp_path / "half" / "run.safetensors"
     extra = checkpoint.load(path, model, optimizer)
-    vectors, numbers, factors = optimizer.whole_state()
-    optimizer.load_whole_state(({**vectors, "d_prev": torch.zeros_like(vectors["d_prev"])}, numbers, factors))
+    state = optimizer.whole_state()
+    forgotten = {**state.vectors, "last_step": torch.zeros_like(state.vectors["last_step"])}
+    optimizer.load_whole_state(state._replace(vectors=forgotten))
     checkpoint.save(path, model, optimizer, extra=extra)
     changed = kill_loop.left_alone(Plan(plan.directory, 4), 2)
     for key in kill_loop.SAME:

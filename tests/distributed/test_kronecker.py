@@ -13,8 +13,10 @@ from torch import Tensor, nn
 from krylov_descent.distributed import Ranks
 from krylov_descent.distributed.mesh import MeshComm
 from krylov_descent.objective.objective import Objective
-from krylov_descent.preconditioners.kronecker import Factors, Kronecker
+from krylov_descent.preconditioners.kronecker import Kronecker, KroneckerState
+from krylov_descent.preconditioners.kronecker_blocks import DiagonalBlock, LayerBlock, PulledBlock, TableBlock
 from krylov_descent.samples.subsets import Microbatch
+from krylov_descent.state import taken_apart
 from krylov_descent.vectors.parameters import ParameterVector
 from tests.distributed.pool import Pool, RanksFailedError
 
@@ -38,7 +40,7 @@ class Network(nn.Module):
 
 
 def solve(group: Any, fails_on: int = -1, odd_rank: int = -1, samples: int = 24, batch_size: int = 4) -> dict[str, Any]:
-    """D⁻¹w after some refreshes, put together; factors; which inverses this rank has."""
+    """D⁻¹w after some refreshes, put together; the state; the names of the inverses that this rank has."""
     comm = Ranks(group).comm()
     model = Network().double()
     generator = torch.Generator().manual_seed(1)
@@ -61,18 +63,19 @@ def solve(group: Any, fails_on: int = -1, odd_rank: int = -1, samples: int = 24,
         Microbatch(torch.arange(i, j := min(i + batch_size, end)), j - i, position=i)
         for i in range(begin, end, batch_size)
     ]
-    prepared = Kronecker().prepare()
-    factors: Factors | None = None
+    kronecker = Kronecker()
+    state: KroneckerState = kronecker.init()
     for k in range(3):
-        precondition, factors = prepared.refresh(objective, batches, factors, (7, k))
+        found = kronecker.refresh(objective, batches, state, (7, k))
+        precondition, state = found.solve, found.state
     assert precondition is not None
-    assert factors is not None
     w = torch.randn(parameters.numel, generator=generator, dtype=F64)
-    part = precondition(comm.shard(w))
+    parts = taken_apart(state)
     return {
-        "solved": comm.all_gather(part, parameters.numel),
-        "factors": {name: f for name, f in factors.items() if not name.endswith("_inverse")},
-        "inverses": {name for name in factors if name.endswith("_inverse")},
+        "solved": comm.all_gather(precondition(comm.shard(w)), parameters.numel),
+        "state": state,
+        "factors": {name: x for name, x in parts.tensors.items() if not name.endswith("_inverse")},
+        "inverses": {name for name in parts.tensors if name.endswith("_inverse")},
     }
 
 
@@ -81,11 +84,18 @@ def test_ranks_have_what_one_process_has(pool: Pool, samples: int, batch_size: i
     """Ranks without samples among them. The micro-batches are the same, on which the estimate of diagonals depends."""
     work = functools.partial(solve, samples=samples, batch_size=batch_size)
     one = work(None)
-    assert {"0.pulled", "1.inputs", "2.bias", "4.diagonal"} < set(one["factors"])
+    known = {i: type(block) for i, block in one["state"].blocks.items()}
+    assert known == {0: PulledBlock, 1: TableBlock, 2: LayerBlock, 4: DiagonalBlock, 5: DiagonalBlock, 6: LayerBlock}
+    assert (one["state"].blocks[2].bias, one["state"].blocks[6].bias) == (3, None)
     for R in (2, 3):
         results = pool.run(R, work)
         for result in results:
             torch.testing.assert_close(result["solved"], one["solved"])
+            assert result["state"].places == one["state"].places
+            assert result["state"].damping == pytest.approx(one["state"].damping, rel=1e-7)
+            assert {i: (type(b), b.begun) for i, b in result["state"].blocks.items()} == {
+                i: (type(b), b.begun) for i, b in one["state"].blocks.items()
+            }
             assert set(result["factors"]) == set(one["factors"])
             for name, x in one["factors"].items():
                 torch.testing.assert_close(result["factors"][name], x, msg=name)
@@ -98,7 +108,7 @@ def test_what_one_rank_finds_out_counts_for_all(pool: Pool) -> None:
     results = pool.run(3, functools.partial(solve, odd_rank=1))
     for result in results:
         assert torch.equal(result["solved"], results[0]["solved"])
-        assert "6.pulled" in result["factors"]
+        assert isinstance(result["state"].blocks[6], PulledBlock)
 
 
 def test_a_failure_is_that_of_all(pool: Pool) -> None:
@@ -117,7 +127,7 @@ def on_a_mesh(group: Any) -> str:
     parameters = ParameterVector([{"params": [p], "weight_decay": 0.0}])
     objective = Objective(lambda _: p.sum(), parameters, MeshComm(parameters.params, parameters.sizes))
     try:
-        Kronecker().prepare().refresh(objective, [Microbatch(None, None)], None, (0,))
+        Kronecker().refresh(objective, [Microbatch(None, None)], KroneckerState(), (0,))
     except ValueError as error:
         return str(error)
     return ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from tests.distributed.pool import Pool
 from tests.distributed.test_kronecker import Network
 
 END = 18
+OF = "preconditioner."
 
 
 def build(group: Any = None, **settings: Any) -> tuple[nn.Module, KSD]:
@@ -42,11 +44,11 @@ def run(group: Any, begin: str | None, count: int, end: str | None, start: int =
     model, optimizer = build(group)
     if begin is not None:
         assert checkpoint.load(begin, model, optimizer) == {}
-    loaded = dict(factors_of(optimizer))
+    loaded = memory_of(optimizer)
     losses, ages = [], []
     for _ in range(count):
         losses += steps(model, optimizer, 1, start)
-        ages.append(float(factors_of(optimizer)["age"]))
+        ages.append(memory_of(optimizer)["age"])
     if end is not None:
         checkpoint.save(end, model, optimizer)
     return {
@@ -54,14 +56,19 @@ def run(group: Any, begin: str | None, count: int, end: str | None, start: int =
         "losses": losses,
         "loaded": loaded,
         "ages": ages,
-        "factors": dict(factors_of(optimizer)),
+        "memory": memory_of(optimizer),
     }
 
 
-def factors_of(optimizer: KSD) -> dict[str, Tensor]:
-    """Those that this rank holds."""
-    held = optimizer.state[optimizer.param_groups[0]["params"][0]].get("factors", {})
-    return {name: x if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.float64) for name, x in held.items()}
+def memory_of(optimizer: KSD) -> dict[str, Any]:
+    """Numbers and tensors that this rank's preconditioner remembers."""
+    entry = optimizer.state[optimizer.param_groups[0]["params"][0]]
+    held = {**entry.get("numbers", {}), **entry.get("tensors", {})}
+    return {name.removeprefix(OF): x for name, x in held.items() if name.startswith(OF)}
+
+
+def same(a: Any, b: Any) -> bool:
+    return torch.equal(a, b) if isinstance(a, Tensor) else a == b
 
 
 def theta(model: nn.Module) -> Tensor:
@@ -79,8 +86,8 @@ def _saved(path: Path) -> list[str]:
         return list(file.keys())
 
 
-def inverses(factors: Mapping[str, Tensor]) -> set[str]:
-    return {name for name in factors if name.endswith("_inverse")}
+def inverses(memory: Mapping[str, Any]) -> set[str]:
+    return {name for name in memory if name.endswith("_inverse")}
 
 
 @pytest.mark.parametrize(
@@ -93,15 +100,15 @@ def test_a_resumed_run_takes_the_same_steps(pool: Pool, tmp_path: Path, R: int, 
     stop = pause(whole[0]["ages"])
     first = pool.run(R, work, None, stop, str(path))
     rest = pool.run(R, work, str(path), END - stop, None)
-    assert any("earlier_5" in name for name in _saved(path)) == (start == 300)
-    every = set().union(*(inverses(rank["factors"]) for rank in first))
+    assert any("subspace.earlier.4" in name for name in _saved(path)) == (start == 300)
+    every = set().union(*(inverses(rank["memory"]) for rank in first))
     for a, b, c in zip(whole, first, rest, strict=True):
         assert inverses(c["loaded"]) == every
-        assert all(torch.equal(x, c["loaded"][name]) for name, x in b["factors"].items())
+        assert all(same(x, c["loaded"][name]) for name, x in b["memory"].items())
         assert b["losses"] + c["losses"] == a["losses"]
         assert torch.equal(c["theta"], a["theta"])
-        assert c["factors"].keys() == a["factors"].keys()  # a rank keeps what it needs, as before
-        assert all(torch.equal(x, c["factors"][name]) for name, x in a["factors"].items())
+        assert c["memory"].keys() == a["memory"].keys()  # a rank keeps what it needs, as before
+        assert all(same(x, c["memory"][name]) for name, x in a["memory"].items())
 
 
 @pytest.mark.parametrize("start", [60, pytest.param(300, marks=pytest.mark.nightly)])
@@ -113,7 +120,7 @@ def test_on_another_number_of_ranks(pool: Pool, tmp_path: Path, start: int) -> N
     one = run(None, str(tmp_path / "four"), 1, None, start)
     for R in (1, 2, 3):
         for rank in pool.run(R, work, str(tmp_path / "four"), 1, None):
-            assert all(torch.equal(x, rank["loaded"][name]) for name, x in saved["factors"].items())
+            assert all(same(x, rank["loaded"][name]) for name, x in saved["memory"].items())
             assert rank["losses"] == pytest.approx(one["losses"], rel=1e-6)
 
 
@@ -126,9 +133,9 @@ def test_without_inverses_or_factors_the_steps_would_be_others(tmp_path: Path) -
     for some in (True, False):
         model, optimizer = build()
         checkpoint.load(path, model, optimizer)
-        vectors, numbers, factors = optimizer.whole_state()
-        factors = {n: x for n, x in factors.items() if some and not n.endswith("_inverse")}
-        optimizer.load_whole_state((vectors, numbers, factors))
+        state = optimizer.whole_state()
+        factors = {name: x for name, x in state.tensors.items() if not name.endswith("_inverse")}
+        optimizer.load_whole_state(state._replace(tensors=factors) if some else state.without(OF))
         steps(model, optimizer, 1)
         assert not torch.equal(theta(model), expected)
 
@@ -138,28 +145,31 @@ def test_a_checkpoint_without_factors_begins_with_none(tmp_path: Path) -> None:
     model, optimizer = build(preconditioner="fisher")
     steps(model, optimizer, 2)
     path = checkpoint.save(tmp_path / "run.safetensors", model, optimizer)
-    assert not any("factors" in name for name in _saved(path))
+    assert not memory_of(optimizer)
     other, remembering = build()
     steps(other, remembering, 3)
-    assert factors_of(remembering)
+    assert memory_of(remembering)["updates"] == 3
     checkpoint.load(path, other, remembering)
-    assert not factors_of(remembering)
+    assert not memory_of(remembering)
     steps(other, remembering, 1)
-    assert float(factors_of(remembering)["updates"]) == 1
+    assert memory_of(remembering)["updates"] == 1
 
 
 def test_damaged_factors_are_refused(tmp_path: Path) -> None:
     model, optimizer = build()
     steps(model, optimizer, 2)
     path = checkpoint.save(tmp_path / "run.safetensors", model, optimizer)
-    before = factors_of(optimizer)
-    assert {name.removeprefix("factors/") for name in _saved(path) if name.startswith("factors/")} == before.keys()
+    before = memory_of(optimizer)
+    saved = {name for name in _saved(path) if name.startswith("tensors/")}
+    assert saved == {f"tensors/{OF}{name}" for name, x in before.items() if isinstance(x, Tensor)}
     whole = path.read_bytes()
-    for name in ("6.outputs_inverse", "0.inputs", "age"):
-        at = whole.index(before[name].numpy().tobytes())
+    number = re.search(rb"preconditioner\.updates\W+2", whole)
+    assert number is not None
+    tensors = ("blocks.6.outputs_inverse", "blocks.0.inputs", "blocks.4.diagonal")
+    for at in (number.end() - 1, *(whole.index(before[name].numpy().tobytes()) for name in tensors)):
         path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
         with pytest.raises(ValueError, match="do not have their checksum"):
             checkpoint.load(path, model, optimizer)
-        assert all(torch.equal(x, factors_of(optimizer)[key]) for key, x in before.items())
+        assert all(same(x, memory_of(optimizer)[key]) for key, x in before.items())
     path.write_bytes(whole)
     assert checkpoint.load(path, model, optimizer) == {}

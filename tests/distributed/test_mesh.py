@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from krylov_descent import DEEP, KSD, Search, Subsets, checkpoint
+from krylov_descent import DEEP, KSD, GaussNewtonFlow, Search, Subsets, checkpoint
 from krylov_descent.distributed.gathered import all_rows, own_rows, shard_at_rest
 from krylov_descent.distributed.mesh import MeshComm
 from tests.distributed.pool import Pool, RanksFailedError
@@ -100,7 +100,7 @@ def error_of(group: Any, case: str, **settings: Any) -> float:
         )
     optimizer, reports = steps(spread, put, preconditioner=None, **settings)
     if group is not None:
-        assert DTensor in {type(s.get("d_prev")) for s in optimizer.state.values()}
+        assert DTensor in {type(s.get("last_step")) for s in optimizer.state.values()}
         assert reports[0].bytes_sent > 0
     pairs = zip(spread.parameters(), reference.parameters(), strict=True)
     return max(float((whole(a) - b.detach()).abs().max()) for a, b in pairs)
@@ -229,7 +229,8 @@ def refusals(group: Any, which: str) -> None:
         checkpoint.load("nowhere", model, KSD(model.parameters()))
     else:
         closure, sets = problem(model, lambda x: distribute_tensor(x, mesh, [Replicate()]))
-        KSD(model.parameters(), **{"rational": {"basis": "rational"}, "kronecker": DEEP}[which]).step(closure, sets)
+        made = GaussNewtonFlow(model.parameters()) if which == "flow" else KSD(model.parameters(), **DEEP)
+        made.step(closure, sets)
 
 
 @pytest.mark.parametrize(
@@ -239,7 +240,7 @@ def refusals(group: Any, which: str) -> None:
         ("group", "mesh of their own"),
         ("save", "Save the model with torch.distributed.checkpoint"),
         ("load", "its metadata is a pickle"),
-        ("rational", "basis='rational' cannot be used with parameters on a mesh"),
+        ("flow", "GaussNewtonFlow cannot be used with parameters on a mesh"),
         ("kronecker", "preconditioner='kronecker' cannot be used with parameters on a mesh"),
     ],
 )

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from krylov_descent import DEEP, PAPER, Rational, checkpoint
+from krylov_descent import DEEP, PAPER, GaussNewtonFlow, checkpoint
 from tests.distributed.pool import Pool, RanksFailedError
 from tests.distributed.runs import added_up, flat, scattered, train, training, wrapped
 
@@ -31,14 +31,14 @@ CASES: dict[str, dict[str, Any]] = {
     "two parameters, ranks without a part, five samples": {"kind": "tiny", "n": 5, "fraction": None, "krylov_dim": 3},
     "ranks without samples of B and C": {"n": 9, "batch_size": 1, "steps": 3},
     # All rows are drawn: which of them, were it some, would depend on how the ranks share them.
-    "rational": {"basis": "rational"},
-    "rational, without sets": {"basis": "rational", "full_batch": True, "weight_decay": 1e-2},
+    "flow": {"method": GaussNewtonFlow},
+    "flow, without sets": {"method": GaussNewtonFlow, "full_batch": True, "weight_decay": 1e-2},
     "kronecker": {"preconditioner": "kronecker", "weight_decay": 1e-2},
     "kronecker, sets that grow": {**DEEP, "growing": 20, "steps": 16},
     "kronecker, a model that promises too much": {**DEEP, "kind": "cube", "n": 400, "growing": 300},
     "kronecker, all samples and earlier steps": {**DEEP, "growing": 103, "steps": 9},
     "kronecker, ranks without samples of B": {**DEEP, "growing": 3, "batch_size": 1},
-    "rational, ranks without samples of B and C": {"basis": "rational", "n": 9, "batch_size": 1, "steps": 3},
+    "flow, ranks without samples of B and C": {"method": GaussNewtonFlow, "n": 9, "batch_size": 1, "steps": 3},
 }
 
 
@@ -85,8 +85,8 @@ def test_float32_agrees_to_its_rounding(pool: Pool, R: int) -> None:
         {"kind": "lstm", "weight_decay": 1e-3},  # signs of the probe
         {"gradient_fraction": 0.5, "dtype": torch.float32, "steps": 8},
         {"kind": "tiny", "n": 5, "fraction": None, "krylov_dim": 3},
-        {"basis": Rational(rows=20), "batch_size": 4},
-        {"basis": Rational(rows=20), "batch_size": 4, "dtype": torch.float32},
+        {"method": GaussNewtonFlow, "rows": 20, "batch_size": 4},
+        {"method": GaussNewtonFlow, "rows": 20, "batch_size": 4, "dtype": torch.float32},
     ],
     ids=str,
 )
@@ -102,7 +102,7 @@ ONE_STEP: dict[str, dict[str, Any]] = {
     "paper": PAPER,
     "default": {},
     "deep": {**DEEP, "growing": 60},
-    "all rows": {"basis": "rational"},
+    "all rows": {"method": GaussNewtonFlow},
 }
 
 

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from experiments.problems import load_problem
-
-from experiments import data
+from experiments.supervised import data
+from experiments.supervised.problems import load_problem
 
 ARRAYS: dict[str, data.Array] = {"x": np.arange(6, dtype=np.uint8).reshape(2, 3), "y": np.array([1, 0], np.int32)}
 LAYOUT = {"x": ((2, 3), "uint8"), "y": ((2,), "int32")}

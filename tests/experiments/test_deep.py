@@ -11,17 +11,18 @@ from typing import Any
 
 import pytest
 import torch
-from experiments.budget import Budget
-from experiments.characters import CharLSTM, CharTransformer
+from experiments.common.budget import Budget
+from experiments.common.loop import Pace
 from experiments.deep import plan
 from experiments.deep.study import pace
-from experiments.loop import Pace, RunConfig, run
-from experiments.methods import KINDS, settings_of
-from experiments.problems import PROBLEMS, Problem, load_problem
-from experiments.stochastic import SCHEDULES
+from experiments.supervised import text
+from experiments.supervised.characters import CharLSTM, CharTransformer
+from experiments.supervised.methods import KINDS, settings_of
+from experiments.supervised.problems import PROBLEMS, Problem, load_problem
+from experiments.supervised.run import RunConfig, run
+from experiments.supervised.stochastic import SCHEDULES
 from torch import Tensor, nn
 
-from experiments import text
 from tests.experiments.test_problems import loaded
 
 NEW = ("fashion-conv", "char-lstm", "char-transformer")
@@ -98,7 +99,7 @@ def test_adamw_is_adam_on_the_objective() -> None:
     models = []
     for method in ("adam", "adamw"):
         model = problem.make_model(0)
-        steps = KINDS[method].make(problem, model, 0, settings_of(method, {"lr": 1e-3, "batch": 20}))
+        steps = KINDS[method].make(problem, model, 0, **settings_of(method, {"lr": 1e-3, "batch": 20}))
         for _ in range(4):
             steps.advance(progress=0.02)
         models.append(model)
@@ -118,14 +119,14 @@ def test_schedules() -> None:
     problem, unknown = small("char-lstm", 40), settings_of("soap", {"schedule": "stepwise"})
     model = problem.make_model(0)
     with pytest.raises(ValueError, match="schedule='stepwise'"):
-        KINDS["soap"].make(problem, model, 0, unknown)
+        KINDS["soap"].make(problem, model, 0, **unknown)
 
 
 def test_a_rival_that_has_diverged_goes_on_to_its_next_point() -> None:
     """There the loop ends it; SOAP of itself would raise."""
     problem = small("char-lstm", 100)
     model = problem.make_model(0)
-    steps = KINDS["soap"].make(problem, model, 0, settings_of("soap", {"batch": 20}))
+    steps = KINDS["soap"].make(problem, model, 0, **settings_of("soap", {"batch": 20}))
     steps.advance(progress=0.1)
     with torch.no_grad():
         next(model.parameters()).fill_(math.nan)

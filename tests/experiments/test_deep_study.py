@@ -9,14 +9,15 @@ from typing import Any
 
 import pytest
 from experiments.__main__ import main
+from experiments.common import study as common
+from experiments.common.processes import Task
 from experiments.deep import plan, study
 from experiments.deep.figures import figure
 from experiments.deep.style import LINES, NAMES
 from experiments.deep.table import table
-from experiments.methods import KINDS, settings_of
-from experiments.problems import PROBLEMS
-from experiments.processes import Task
-from experiments.study import Where
+from experiments.supervised.methods import KINDS, settings_of
+from experiments.supervised.problems import PROBLEMS
+from experiments.supervised.study import Where
 
 from tests.experiments.synthetic import header, point, write
 from tests.experiments.test_table import rows
@@ -144,7 +145,7 @@ def test_mistakes_end_with_a_sentence(tmp_path: Path) -> None:
     where = ["--results", str(tmp_path)]
     with pytest.raises(SystemExit, match="no task 'curvs'"):
         main(["deep", "study", "curvs", *where])
-    with pytest.raises(SystemExit, match="no method 'adam' in this study"):
+    with pytest.raises(SystemExit, match="no method 'adam'"):
         main(["deep", "study", "curves", "--methods", "adam", *where])
     with pytest.raises(SystemExit, match="ksd has nothing to tune"):
         main(["deep", "tune", "curves", "--methods", "ksd", *where])
@@ -154,13 +155,6 @@ def test_mistakes_end_with_a_sentence(tmp_path: Path) -> None:
         main(["deep", "ablate", "curves", "--labels", "nope", *where])
     with pytest.raises(SystemExit, match="--jobs 0"):
         main(["deep", "study", "curves", "--jobs", "0", *where])
-
-
-def test_a_method_that_is_not_there_yet_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "METHODS", (*plan.METHODS, "to-come"))
-    assert "to-come" not in plan.checked_methods(())
-    with pytest.raises(ValueError, match=r"not in experiments.methods.KINDS yet"):
-        plan.checked_methods(["to-come"])
 
 
 def in_this_process(tasks: Sequence[Task], jobs: int) -> list[str]:
@@ -173,7 +167,7 @@ def in_this_process(tasks: Sequence[Task], jobs: int) -> list[str]:
 
 def test_tune_study_and_ablate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The whole chain on a task that needs no data files, cut down to a second."""
-    monkeypatch.setattr(study, "run_all", in_this_process)
+    monkeypatch.setattr(common, "run_all", in_this_process)
     monkeypatch.setattr(plan, "TUNED", tmp_path / "tuned.json")
     monkeypatch.setattr(plan, "RUNGS", {0.4: ((0.1, 2), (0.2, 1))})
     grid = [{"lr": 1e-9, "batch": 25, "schedule": "linear"}, {"lr": 1e-3, "batch": 25, "schedule": "linear"}]

@@ -26,8 +26,8 @@ def test_docstrings_run(name: str) -> None:
 
 def test_the_tables_of_the_experiments_are_those_of_the_results() -> None:
     """``python -m experiments table --into docs/experiments.md`` was run after the last change of results."""
-    from experiments.__main__ import MARKS
-    from experiments.table import table
+    from experiments.paper.commands import MARKS
+    from experiments.paper.table import table
 
     page = (ROOT / "docs" / "experiments.md").read_text()
     inside = page.partition(MARKS[0])[2].partition(MARKS[1])[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import os
@@ -14,12 +15,14 @@ from typing import Any
 
 import pytest
 import torch
-from experiments.__main__ import Run, Study, main
-from experiments.budget import Budget
-from experiments.loop import RunConfig, evaluate, run
-from experiments.losses import class_entropy, misclassified
-from experiments.methods import KINDS, settings_of
-from experiments.problems import Problem
+from experiments.__main__ import main
+from experiments.common.budget import Budget
+from experiments.paper.commands import Run, Study
+from experiments.supervised.losses import class_entropy, misclassified
+from experiments.supervised.methods import KINDS, settings_of
+from experiments.supervised.problems import Problem
+from experiments.supervised.run import RunConfig, evaluate, run
+from experiments.supervised.study import Where
 from torch import nn
 
 ROOT = Path(__file__).parents[2]
@@ -134,7 +137,7 @@ def test_a_step_of_sgd_is_one_along_the_gradient_of_the_objective() -> None:
     model = problem.make_model(0)
     before = [p.detach().clone() for p in model.parameters()]
     settings = settings_of("sgd", {"lr": 1e-2, "momentum": 0.9, "batch": 240})
-    KINDS["sgd"].make(problem, model, 0, settings).advance(progress=0.0)
+    KINDS["sgd"].make(problem, model, 0, **settings).advance(progress=0.0)
     twin = problem.make_model(0)
     x, y = problem.train
     decay = sum(p.square().sum() for p in twin.parameters())
@@ -143,9 +146,8 @@ def test_a_step_of_sgd_is_one_along_the_gradient_of_the_objective() -> None:
         torch.testing.assert_close(b - p, 1e-2 * 1.9 * g, rtol=1e-4, atol=1e-7)  # Nesterov's first step: 1 + momentum
 
 
-def test_points_are_evaluated_on_the_first_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("experiments.loop.EVALUATED", 50)
-    problem = small_problem()
+def test_points_are_evaluated_on_the_first_samples(tmp_path: Path) -> None:
+    problem = dataclasses.replace(small_problem(), evaluated=50)
     header, point = lines_of(run(problem, config("adam", "1g"), tmp_path))[:2]
     loss, error = evaluate(problem, problem.make_model(0), tuple(x[:50] for x in problem.train))
     assert header["evaluated_samples"] == 50
@@ -282,14 +284,14 @@ def test_settings_that_are_none() -> None:
     for key, value, complaint in [
         ("lr", "fast", "not a number"),
         ("lr", "none", "not a number"),
-        ("batch", "0", "whole number above 0"),
-        ("batch", "1.5", "whole number above 0"),
-        ("lr", "-1", "number above 0"),
+        ("batch", "-1", "whole number, 0 or more"),
+        ("batch", "1.5", "whole number, 0 or more"),
+        ("lr", "-1", "number, 0 or more"),
     ]:
         with pytest.raises(ValueError, match=complaint):
             settings_of("adam", {key: value})
-    assert settings_of("adam", {"batch": "1e2"}).batch == 100
-    assert settings_of("ksd", {"krylov-dim": "7", "floor": "1e-3", "curvature": "hessian"}).krylov_dim == 7
+    assert settings_of("adam", {"batch": "1e2"})["batch"] == 100
+    assert settings_of("ksd", {"krylov-dim": "7", "floor": "1e-3", "curvature": "hessian"})["krylov_dim"] == 7
 
 
 def command(*arguments: str) -> list[str]:
@@ -310,7 +312,7 @@ def test_the_command_line_shows_progress_is_interrupted_and_continues(tmp_path: 
         "--results",
         str(tmp_path),
     ]
-    arguments += ["--threads", "1", "--set", "krylov_dim=5"]
+    arguments += ["--threads", "1", "--clock", "cpu", "--set", "krylov_dim=5"]
     path = tmp_path / "curves" / "ksd-seed0.jsonl"
     process = subprocess.Popen(command(*arguments), cwd=ROOT, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 120
@@ -368,7 +370,7 @@ def test_tune_study_table_and_figure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The whole chain on a row that needs no data files, cut down to seconds."""
-    from experiments import plan, study
+    from experiments.paper import plan, study
 
     row = plan.Row(minutes=1 / 60, seeds=1, trial=0.2)
     monkeypatch.setattr(plan, "ROWS", {"order-50": row})
@@ -377,7 +379,7 @@ def test_tune_study_table_and_figure(
     tried = [{"lr": 0.00123, "batch": 25}, {"lr": 1e-9, "batch": 25}]
     monkeypatch.setattr(plan, "grid", lambda problem, method: tried if method == "adam" else [])
     monkeypatch.chdir(ROOT)
-    study.tune(["order-50"], study.Where(None, tmp_path / "tuning", samples=100))
+    study.tune(["order-50"], Where(None, tmp_path / "tuning", samples=100))
     assert not plan.TUNED.exists()  # a trial of the command itself
     trials = lines_of(tmp_path / "tuning" / "tuning-order-50.jsonl")
     assert [trial["settings"] for trial in trials] == tried
@@ -385,7 +387,7 @@ def test_tune_study_table_and_figure(
     for file in (tmp_path / "tuning" / "order-50").iterdir():
         file.unlink()
     tried.append({"lr": 1e-4, "batch": 25})
-    study.tune(["order-50"], study.Where(None, tmp_path / "tuning", samples=100))  # the new one alone is tried
+    study.tune(["order-50"], Where(None, tmp_path / "tuning", samples=100))  # the new one alone is tried
     assert [path.name for path in (tmp_path / "tuning" / "order-50").glob("*.jsonl")] == [
         "adam-lr=0.0001-batch=25-seed0.jsonl"
     ]
@@ -393,17 +395,17 @@ def test_tune_study_table_and_figure(
     assert again[:2] == trials
     assert again[2]["settings"] == tried[2]
     plan.TUNED.write_text(json.dumps({"order-50": {"adam": tried[0]}}))
-    study.study(["order-50"], study.Where(None, tmp_path, samples=100))
+    study.study(["order-50"], Where(None, tmp_path, samples=100))
     headers = {path.name: lines_of(path)[0] for path in (tmp_path / "order-50").glob("*.jsonl")}
     assert set(headers) == {"ksd-seed0.jsonl", "hf-seed0.jsonl", "adam-seed0.jsonl"}
     assert headers["adam-seed0.jsonl"]["settings"] == tried[0]
     assert all('"end"' in path.read_text().splitlines()[-1] for path in (tmp_path / "order-50").glob("*.jsonl"))
     before = (tmp_path / "order-50" / "ksd-seed0.jsonl").read_bytes()
-    study.study(["order-50"], study.Where(None, tmp_path, samples=100))  # nothing left to do
+    study.study(["order-50"], Where(None, tmp_path, samples=100))  # nothing left to do
     assert (tmp_path / "order-50" / "ksd-seed0.jsonl").read_bytes() == before
     plan.TUNED.write_text(json.dumps({"order-50": {"adam": tried[1]}}))
     with pytest.raises(SystemExit, match=r"order-50 adam seed 0: .*other settings"):
-        study.study(["order-50"], study.Where(None, tmp_path, samples=100))
+        study.study(["order-50"], Where(None, tmp_path, samples=100))
     main(["table", "--results", str(tmp_path)])
     assert "order-50" in capsys.readouterr().out
     pytest.importorskip("matplotlib")
@@ -412,19 +414,19 @@ def test_tune_study_table_and_figure(
 
 
 def test_a_failed_run_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from experiments import plan, study
+    from experiments.paper import plan, study
 
     monkeypatch.setattr(plan, "ROWS", {"starcraft": plan.Row(minutes=1 / 60, seeds=1)})
     monkeypatch.setattr(plan, "MAIN", ("ksd",))
     monkeypatch.setenv("KRYLOV_DESCENT_DATA", str(tmp_path / "nowhere"))
     monkeypatch.chdir(ROOT)
     with pytest.raises(SystemExit, match=r"starcraft ksd seed 0: .*nowhere"):
-        study.study(["starcraft"], study.Where(None, tmp_path, jobs=1))
+        study.study(["starcraft"], Where(None, tmp_path, jobs=1))
     assert os.listdir(tmp_path) == []
 
 
 def test_the_best_trial_is_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from experiments import plan, study
+    from experiments.paper import plan, study
 
     monkeypatch.setattr(plan, "TUNED", tmp_path / "tuned.json")
     plan.TUNED.write_text(json.dumps({"curves": {"hf": {"damping": 1.0}}}))

@@ -10,11 +10,10 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
-from experiments.figures import KINDS, Kind, figure
-from experiments.records import LABELS
-from experiments.style import LINES
+from experiments.paper import figures
+from experiments.paper.figures import KINDS, Kind, figure
+from experiments.paper.style import LABELS, LINES
 
-from experiments import figures
 from tests.drawn import words
 from tests.experiments.synthetic import header, point, write
 

@@ -11,14 +11,16 @@ from pathlib import Path
 import pytest
 import torch
 from experiments.__main__ import main
-from experiments.packed import pack
+from experiments.common import study as common
+from experiments.common.packed import pack
+from experiments.common.processes import Task
+from experiments.common.records import read_run
 from experiments.pinn import study
 from experiments.pinn.ablations import CHANGES, PARTS
 from experiments.pinn.problems import problem as make_problem
-from experiments.pinn.records import geometric_mean, read_run
+from experiments.pinn.records import fields, geometric_mean
 from experiments.pinn.rivals import METHODS
 from experiments.pinn.study import Plan, tune
-from experiments.processes import Task
 
 from tests.experiments.pinn_records import write
 
@@ -58,9 +60,9 @@ def test_the_command_line_runs_a_real_problem(
     assert str(path) in capsys.readouterr().out
     found = read_run(path)
     assert found.settings == {"start": 0.5, "down": 4.0}
-    assert found.final.steps == 1
+    assert found.final.step == 1
     assert found.final.loss < found.points[0].loss
-    assert found.fields.stat().st_size < 100_000
+    assert fields(found).stat().st_size < 100_000
 
 
 def test_a_study_runs_what_is_not_finished_and_first_seeds_first(
@@ -72,7 +74,7 @@ def test_a_study_runs_what_is_not_finished_and_first_seeds_first(
         started.extend(tasks)
         return ["burgers lm: it broke"]
 
-    monkeypatch.setattr(study, "run_all", pretend)
+    monkeypatch.setattr(common, "run_all", pretend)
     monkeypatch.setattr(study, "TUNED", tmp_path / "tuned.json")
     study.TUNED.write_text(json.dumps({"3x32": {"soap": {"settings": {"lr": 0.001}, "trials": []}}}))
     packed = write(tmp_path, "wave", "lm", 1e-3)
@@ -121,7 +123,7 @@ def test_tuning_takes_the_lowest_geometric_mean(tmp_path: Path, monkeypatch: pyt
                     write(tmp_path, problem, "lm", error, seed=100, seconds=30, label=label, settings={"start": a})
         return []
 
-    monkeypatch.setattr(study, "run_all", pretend)
+    monkeypatch.setattr(common, "run_all", pretend)
     monkeypatch.setattr(study, "GRIDS", {"lm": [{"start": (1, 2, 3)}]})
     monkeypatch.setattr(study, "TUNED", tmp_path / "tuned.json")
     earlier = {"settings": {"start": 9}, "error": 1e-9, "errors": {"wave": 1e-9, "burgers": 1e-9}, "seconds": 20}
@@ -148,7 +150,7 @@ def test_tuning_takes_the_lowest_geometric_mean(tmp_path: Path, monkeypatch: pyt
         again.extend(task.name for task in tasks)
         return []
 
-    monkeypatch.setattr(study, "run_all", note)
+    monkeypatch.setattr(common, "run_all", note)
     tune((), tmp_path / "other", 1, problems=("wave", "burgers"))  # where none of the files is
     assert again == ["wave 3x32 lm-start=3-30s seed 100", "burgers 3x32 lm-start=3-30s seed 100"]
     assert json.loads(study.TUNED.read_text())["3x32"]["lm"]["trials"][:2] == trials[:2]
@@ -169,7 +171,7 @@ def test_ablations_take_a_part_away_for_the_run_and_no_longer(tmp_path: Path, mo
         started.extend(tasks)
         return []
 
-    monkeypatch.setattr(study, "run_all", pretend)
+    monkeypatch.setattr(common, "run_all", pretend)
     study.ablate(Plan(("wave",), seconds=30.0, seeds=1), (), tmp_path, 1)
     assert [task.name for task in started] == [f"wave 3x32 {change}-30s seed 0" for change in CHANGES]
     commands = {change: " ".join(task.command) for change, task in zip(CHANGES, started, strict=True)}

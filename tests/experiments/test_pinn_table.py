@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 from experiments.__main__ import main
-from experiments.pages import put
+from experiments.common.markdown import put
+from experiments.common.records import read_run
+from experiments.common.series import series
 from experiments.pinn import figures as drawing
-from experiments.pinn.figures import medians
 from experiments.pinn.problems import PROBLEMS
-from experiments.pinn.records import read_groups, read_run
+from experiments.pinn.records import fields, read_groups, until
 from experiments.pinn.rivals import METHODS
 from experiments.pinn.style import NAMES, looks
 from experiments.pinn.table import short, table
@@ -112,19 +113,19 @@ def test_longer_runs_stand_in_for_shorter_ones(tmp_path: Path) -> None:
     assert (ours.label, ours.seconds, ours.end, ours.spent) == ("ksd-rational-60s", 60, "budget", 60.5)
     assert ours.final == ours.points[-1]
     assert ours.final.error == pytest.approx(1e-2)
-    assert not ours.fields.exists()  # those are of the end
+    assert not fields(ours).exists()  # those are of the end
     assert [run.final.error for run in runs["lm"]] == pytest.approx([1e-2, 1e-4])
     assert [run.final.error for run in longest.runs["burgers"]["lm"]] == [1e-3, 1e-6]
 
 
 def test_what_a_run_was_before_is_known_near_its_points_alone(tmp_path: Path) -> None:
     run = read_run(write(tmp_path, "wave", "lm", 1e-3, end="stopped"))  # points at 0, 1, 8 and 60 s, spent 61.5 s
-    assert run.until(7.0) is None
-    assert run.until(60.5) is None
-    before = run.until(7.8)
+    assert until(run, 7.0) is None
+    assert until(run, 60.5) is None
+    before = until(run, 7.8)
     assert before is not None
     assert (before.end, before.final.seconds) == ("budget", 8.0)
-    whole = run.until(70.0)
+    whole = until(run, 70.0)
     assert whole is not None
     assert (whole.end, whole.final, whole.label) == ("stopped", run.final, "lm-70s")
 
@@ -214,9 +215,10 @@ def test_tables_of_packed_runs_are_the_same(results: Path, tmp_path: Path, capsy
 
 def test_medians_over_seeds_hold_the_last_point(results: Path) -> None:
     group = read_groups(results, PROBLEMS, list(NAMES))[0]
-    times, middle = medians(group.runs["poisson2d"]["ksd-rational"])
-    assert times == [1.0, 8.0, 60.0]
-    assert middle == pytest.approx([1e-4 ** (1 / 3), 1e-4 ** (2 / 3), 1e-4])
+    curve = series(group.runs["poisson2d"]["ksd-rational"], "seconds", "error", exact=True)
+    assert curve is not None
+    assert curve.times == (1.0, 8.0, 60.0)
+    assert curve.middle == pytest.approx([1e-4 ** (1 / 3), 1e-4 ** (2 / 3), 1e-4])
 
 
 def test_figures(results: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

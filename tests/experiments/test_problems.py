@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from experiments.curves import curves
-from experiments.networks import autoencoder
-from experiments.problems import PROBLEMS, Problem, load_problem
+from experiments.supervised import data, losses, pretraining, recurrent, speech, starcraft
+from experiments.supervised.curves import curves
+from experiments.supervised.networks import autoencoder
+from experiments.supervised.problems import PROBLEMS, Problem, load_problem
 from torch import Tensor, nn
 
-from experiments import data, losses, pretraining, recurrent, speech, starcraft
 from krylov_descent import KSD, Subsets
 
 PARAMETERS = {

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 
 import pytest
-from experiments.reach import duration, reach
-from experiments.records import Point, Run
+from experiments.common.reach import duration, reach
+from experiments.common.records import Point, Run
 
 
 def run_of(errors: dict[float, float]) -> Run:

@@ -10,13 +10,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from experiments.budget import Budget
-from experiments.files import finished
-from experiments.packed import pack
-from experiments.records import Point, Run
-from experiments.series import ahead, series
+from experiments.common import records
+from experiments.common.budget import Budget
+from experiments.common.files import finished
+from experiments.common.packed import pack
+from experiments.common.records import Point, Run
+from experiments.common.series import series
+from experiments.common.table import ahead
+from experiments.paper import records as paper
+from experiments.paper.plan import MAIN
 
-from experiments import records
 from tests.experiments.synthetic import header, point, write
 
 
@@ -46,8 +49,7 @@ def test_a_run_comes_back_as_written(tmp_path: Path) -> None:
     assert (found.samples, found.held_out_samples, found.budget) == (1000, 500, "20s")
     assert found.allowed == Budget(20.0, "seconds")
     assert found.settings == {"krylov_dim": 20}
-    last = records.final(found)
-    assert last is not None
+    last = found.points[-1]
     assert (last.step, last.seconds, last.gradients, last.loss, last.error) == (7, 7.0, 35.0, 4.0, 2.0)
     assert last.report == report
     assert records.read_runs(tmp_path) == [found]
@@ -67,13 +69,13 @@ def test_packed_runs_are_read_as_their_own_files(tmp_path: Path) -> None:
     before = records.read_runs(tmp_path)
     assert pack(tmp_path) == [tmp_path / "curves.jsonl", tmp_path / "mnist-ae.jsonl"]
     expected, budget = {"settings": {"krylov_dim": 20}, "samples": 1000}, Budget(20.0, "seconds")
-    assert finished(path, budget, **expected)
+    assert finished(tmp_path, path, budget, **expected)
     shutil.rmtree(tmp_path / "curves")
     shutil.rmtree(tmp_path / "mnist-ae")
-    assert finished(path, budget, **expected)
-    assert not finished(path, budget, **{**expected, "samples": 10})
-    assert not finished(path.with_name("ksd-seed2.jsonl"), budget, **expected)
-    assert not finished(tmp_path / "mnist-ae" / "hf-seed0.jsonl", budget, **expected)
+    assert finished(tmp_path, path, budget, **expected)
+    assert not finished(tmp_path, path, budget, **{**expected, "samples": 10})
+    assert not finished(tmp_path, path.with_name("ksd-seed2.jsonl"), budget, **expected)
+    assert not finished(tmp_path, tmp_path / "mnist-ae" / "hf-seed0.jsonl", budget, **expected)
     after = records.read_runs(tmp_path)
     # All but the reports: of those, the Ritz values are kept of the first seed alone.
     assert [without_reports(run) for run in after] == [without_reports(run) for run in before]
@@ -192,12 +194,11 @@ def test_null_is_nan_and_never_the_best(tmp_path: Path) -> None:
     lines = [point(0, 9.0), point(1, None, held_out_error=None), point(2, 5.0), point(3, None, held_out_error=None)]
     found = records.read_run(write(tmp_path, [header("curves", "ksd", 0), *lines]))
     assert math.isnan(found.points[1].loss)
-    assert records.lowest(found) == 5.0
-    best, last = records.best_held_out(found), records.final(found)
+    assert paper.lowest(found) == 5.0
+    best, last = paper.best_held_out(found), found.points[-1]
     assert best is not None
-    assert last is not None
     assert (best.step, last.step) == (2, 3)
-    assert records.time_to(found, 7.0) == 2.0
+    assert paper.time_to(found, 7.0) == 2.0
 
 
 def test_steps_repeated_after_a_checkpoint_replace_the_first_account(tmp_path: Path) -> None:
@@ -208,40 +209,40 @@ def test_steps_repeated_after_a_checkpoint_replace_the_first_account(tmp_path: P
 
 def test_early_stopping_takes_the_lowest_held_out_error_then_loss() -> None:
     tied = run(4, 3, 2, 1, held_out=[(9, 1), (2, 5), (2, 4), (3, 0)])
-    best = records.best_held_out(tied)
+    best = paper.best_held_out(tied)
     assert best is not None
     assert best.step == 2
-    same = records.best_held_out(run(4, 3, 2, held_out=[(2, 5), (2, 5), (2, math.nan)]))
+    same = paper.best_held_out(run(4, 3, 2, held_out=[(2, 5), (2, 5), (2, math.nan)]))
     assert same is not None
     assert same.step == 0
-    assert records.best_held_out(run(4, 3, held_out=[(math.nan, 1), (math.nan, 1)])) is None
+    assert paper.best_held_out(run(4, 3, held_out=[(math.nan, 1), (math.nan, 1)])) is None
 
 
 def test_time_to_is_that_of_the_first_point_at_or_below() -> None:
     bumpy = run(10, 6, math.nan, 8, 2)
-    assert records.time_to(bumpy, 10) == 0
-    assert records.time_to(bumpy, 9.9) == 1
-    assert records.time_to(bumpy, 6) == 1
-    assert records.time_to(bumpy, 5.9) == 4
-    assert records.time_to(bumpy, 5.9, axis="gradients") == 40
-    assert records.time_to(bumpy, 1.9) is None
-    assert records.time_to(run(math.nan, math.nan), 1) is None
+    assert paper.time_to(bumpy, 10) == 0
+    assert paper.time_to(bumpy, 9.9) == 1
+    assert paper.time_to(bumpy, 6) == 1
+    assert paper.time_to(bumpy, 5.9) == 4
+    assert paper.time_to(bumpy, 5.9, axis="gradients") == 40
+    assert paper.time_to(bumpy, 1.9) is None
+    assert paper.time_to(run(math.nan, math.nan), 1) is None
 
 
 def test_long_steps_get_nothing_for_the_way_between_points() -> None:
     # A step of 30 s from 10 to 2 beside thirty of 1 s: the level of 4 is there at 30 s, not at 22.5 s on a line.
     long = Run("curves", "ksd", 0, (Point(0, 0.0, 0.0, 10, 0, 0, 0), Point(1, 30.0, 9.0, 2, 0, 0, 0)))
     short = Run("curves", "hf", 0, tuple(Point(i, float(i), i, 10 - 0.2 * i, 0, 0, 0) for i in range(31)))
-    found = records.relative_time(long, short)
+    found = paper.relative_time(long, short)
     assert found is not None
     assert (found.loss, found.seconds, found.gradients) == (4.0, 1.0, 9 / 30)
 
 
 def test_a_run_counts_up_to_its_budget_and_a_fortieth_more() -> None:
     falling = dataclasses.replace(run(*range(60, 0, -1)), budget="40s")
-    assert records.lowest(falling) == 1
-    assert records.lowest(records.within_budget(falling)) == 60 - 41  # 41 s is a fortieth more, 42 s is not
-    assert len(records.within_budget(dataclasses.replace(falling, budget="10g")).points) == 2  # 0 and 10 of them
+    assert paper.lowest(falling) == 1
+    assert paper.lowest(paper.within_budget(falling)) == 60 - 41  # 41 s is a fortieth more, 42 s is not
+    assert len(paper.within_budget(dataclasses.replace(falling, budget="10g")).points) == 2  # 0 and 10 of them
 
 
 def test_the_budget_of_a_row_is_the_commonest_of_ksd_and_hf() -> None:
@@ -249,12 +250,12 @@ def test_the_budget_of_a_row_is_the_commonest_of_ksd_and_hf() -> None:
         return [Run("curves", label, seed, run(2, 1).points, budget=budget) for seed, budget in enumerate(budgets)]
 
     found = {"ksd": some("ksd", "60s", "300s"), "hf": some("hf", "5m"), "adam": some("adam", "60s", "60s", "60s")}
-    assert records.row_budget(found) == Budget(300.0, "seconds")
-    assert {label: [r.seed for r in runs] for label, runs in records.of_row(found).items()} == {"ksd": [1], "hf": [0]}
-    assert records.row_budget({"ksd": some("ksd", "60s", "300s")}) == Budget(300.0, "seconds")
-    assert records.row_budget({"adam": some("adam", "9g", "9g", "300s")}) == Budget(9.0, "gradients")
-    assert records.row_budget({}) is None
-    assert records.of_row({}) == {}
+    assert paper.row_budget(found) == Budget(300.0, "seconds")
+    assert {label: [r.seed for r in runs] for label, runs in paper.of_row(found).items()} == {"ksd": [1], "hf": [0]}
+    assert paper.row_budget({"ksd": some("ksd", "60s", "300s")}) == Budget(300.0, "seconds")
+    assert paper.row_budget({"adam": some("adam", "9g", "9g", "300s")}) == Budget(9.0, "gradients")
+    assert paper.row_budget({}) is None
+    assert paper.of_row({}) == {}
 
 
 @pytest.mark.parametrize(("fast", "slow"), [(1 / 16, 1 / 64), (1 / 16, 1 / 32), (3 / 64, 1 / 32)])
@@ -262,21 +263,21 @@ def test_relative_time_of_exponentials(fast: float, slow: float) -> None:
     # Both fall as 1 + 9·exp(−rate·i): the level is what the slow one ends with, at its point 200, and the fast one is
     # there at the next point from 200·slow/fast. Its points cost 3 s and 5 gradients, those of the slow one 1 s and 20.
     a, b = exponential(fast, seconds=3, gradients=5), exponential(slow, gradients=20)
-    found = records.relative_time(a, b)
+    found = paper.relative_time(a, b)
     assert found is not None
     points = math.ceil(200 * slow / fast)
     assert found.loss == 1 + 9 * math.exp(-slow * 200)
     assert found.seconds == 3 * points / 200
     assert found.gradients == 5 * points / (20 * 200)
-    reverse = records.relative_time(b, a)
+    reverse = paper.relative_time(b, a)
     assert reverse is not None
     assert reverse.seconds == 200 / (3 * points)
 
 
 def test_relative_time_needs_time_spent_by_both() -> None:
-    assert records.relative_time(run(10, 5), run(10, 11, 12)) is None
-    assert records.relative_time(run(10, 5), run(math.nan, math.nan)) is None
-    diverged = records.relative_time(run(10, 7, 4), run(10, 6, math.nan))
+    assert paper.relative_time(run(10, 5), run(10, 11, 12)) is None
+    assert paper.relative_time(run(10, 5), run(math.nan, math.nan)) is None
+    diverged = paper.relative_time(run(10, 7, 4), run(10, 6, math.nan))
     assert diverged is not None
     assert (diverged.loss, diverged.seconds) == (6, 2.0)
 
@@ -285,7 +286,7 @@ def test_relative_times_pair_seeds() -> None:
     def seeded(rate: float, seed: int) -> Run:
         return Run("curves", "ksd", seed, exponential(rate).points)
 
-    pairs = records.relative_times([seeded(1 / 16, 0), seeded(1 / 32, 1)], [seeded(1 / 64, 1), seeded(1 / 64, 2)])
+    pairs = paper.relative_times([seeded(1 / 16, 0), seeded(1 / 32, 1)], [seeded(1 / 64, 1), seeded(1 / 64, 2)])
     assert [p.seconds for p in pairs] == [0.5]
 
 
@@ -306,20 +307,20 @@ def test_series_of_seeds() -> None:
 
 def test_who_is_ahead_is_decided_on_common_seeds() -> None:
     # KSD's mean over its own seeds is the lowest; over seeds 0 and 1, which Adam has too, it is not.
-    assert ahead({"ksd": {0: 5, 1: 5, 2: 0}, "adam": {0: 4, 1: 4}}) == ("adam", {0, 1})
-    assert ahead({"ksd": {0: 5, 1: 1}, "adam": {0: 4, 1: 4}}) == ("ksd", {0, 1})
-    assert ahead({"ksd": {0: 5}, "adam": {1: 4}}) == (None, set())
-    assert ahead({"ksd": {0: 5}, "adam": {0: 5}}) == (None, {0})
-    assert ahead({"ksd": {0: 5}, "adam": {0: math.nan}}) == (None, {0})
-    assert ahead({"ksd": {0: 5}}) == (None, {0})
-    assert ahead({}) == (None, set())
+    assert ahead({"ksd": {0: 5, 1: 5, 2: 0}, "adam": {0: 4, 1: 4}}, MAIN) == ("adam", {0, 1})
+    assert ahead({"ksd": {0: 5, 1: 1}, "adam": {0: 4, 1: 4}}, MAIN) == ("ksd", {0, 1})
+    assert ahead({"ksd": {0: 5}, "adam": {1: 4}}, MAIN) == (None, set())
+    assert ahead({"ksd": {0: 5}, "adam": {0: 5}}, MAIN) == (None, {0})
+    assert ahead({"ksd": {0: 5}, "adam": {0: math.nan}}, MAIN) == (None, {0})
+    assert ahead({"ksd": {0: 5}}, MAIN) == (None, {0})
+    assert ahead({}, MAIN) == (None, set())
 
 
 def test_a_method_with_fewer_seeds_does_not_shorten_the_comparison() -> None:
     main = {"ksd": {0: 3, 1: 1}, "adam": {0: 2, 1: 4}}
-    assert ahead({**main, "cg": {0: 2.5}}) == ("ksd", {0, 1})
-    assert ahead({**main, "cg": {0: 1.5}}) == ("cg", {0})  # lower than every other where it was run
-    assert ahead({**main, "cg": {0: 1.5}, "ksd-paper": {0: 1}}) == ("ksd-paper", {0})
-    assert ahead({**main, "cg": {0: 1.5}, "ksd-paper": {5: 1}}) == ("ksd", {0, 1})  # no seed that all have
-    assert ahead({**main, "cg": {0: 2.5, 1: 1}}) == ("cg", {0, 1})
-    assert ahead({"cg": {0: 1, 1: 9}, "ksd-paper": {0: 2}}) == ("cg", {0})
+    assert ahead({**main, "cg": {0: 2.5}}, MAIN) == ("ksd", {0, 1})
+    assert ahead({**main, "cg": {0: 1.5}}, MAIN) == ("cg", {0})  # lower than every other where it was run
+    assert ahead({**main, "cg": {0: 1.5}, "ksd-paper": {0: 1}}, MAIN) == ("ksd-paper", {0})
+    assert ahead({**main, "cg": {0: 1.5}, "ksd-paper": {5: 1}}, MAIN) == ("ksd", {0, 1})  # no seed that all have
+    assert ahead({**main, "cg": {0: 2.5, 1: 1}}, MAIN) == ("cg", {0, 1})
+    assert ahead({"cg": {0: 1, 1: 9}, "ksd-paper": {0: 2}}, MAIN) == ("cg", {0})

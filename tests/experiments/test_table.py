@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from experiments.table import table
+from experiments.paper import published as paper
+from experiments.paper.table import table
 
-from experiments import paper
 from tests.experiments.synthetic import header, point, write
 
 
@@ -179,7 +179,7 @@ def test_table_of_nothing_says_not_run(tmp_path: Path) -> None:
 
 
 def test_every_problem_has_a_row() -> None:
-    problems = pytest.importorskip("experiments.problems")
+    problems = pytest.importorskip("experiments.supervised.problems")
     deep = {"fashion-conv", "char-lstm", "char-transformer"}  # of another study, with tables of its own
     assert set(problems.PROBLEMS) - deep == set(paper.PROBLEMS)
 

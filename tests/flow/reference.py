@@ -21,17 +21,17 @@ Closure = Callable[[], tuple[Tensor, Any]]
 
 @dataclass(frozen=True)
 class Carried:
-    """From step to step, by the names of the optimizer's state."""
+    """From step to step, by the names of ``flow.step.Adaptation``."""
 
-    damping: float
-    length: float
-    scale: float
-    damped: float
-    lost: float = 0.0
-    waits: float = 0.0
+    flow_damping: float
+    step_fraction: float
+    momentum_scale: float
+    lm_damping: float
+    rejected_in_a_row: float = 0.0
+    rejection_rate: float = 0.0
     rows: float = 0.0
-    longest: float = 0.0
-    fell: float = 1.0
+    longest_fraction: float = 0.0
+    loss_ratio: float = 1.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,12 +150,13 @@ class DenseFlow:
         whole = len(S) == len(at.r)
         now, longest = self.begin(whole, float(J.square().sum()))
 
-        carried = torch.zeros_like(here) if self.last is None else self.momentum * now.scale * self.last
-        phi = self.minimum(J, rho, carried, here, now.damping)
-        h = now.length
+        carried = torch.zeros_like(here) if self.last is None else self.momentum * now.momentum_scale * self.last
+        phi = self.minimum(J, rho, carried, here, now.flow_damping)
+        h = now.step_fraction
         q = (u * (self.read(here + h * phi) - at.r)[S] - h * (J @ phi)) * 2 / h**2
-        alpha = self.minimum(J, q, torch.zeros_like(here), torch.zeros_like(here), now.damping)
-        damping = (now.damping + self.c).sqrt()  # the metric in which decay is damping: lengths are of one scale in it
+        alpha = self.minimum(J, q, torch.zeros_like(here), torch.zeros_like(here), now.flow_damping)
+        # The metric in which decay is damping: lengths are of one scale in it.
+        damping = (now.flow_damping + self.c).sqrt()
         believed = bool(q.isfinite().all()) and float(h * (damping * alpha).norm()) <= 2 * float((damping * phi).norm())
         self.accelerated.append(believed)
         if not believed or not self.bends:
@@ -167,18 +168,37 @@ class DenseFlow:
         if lowest < at.f:
             eta = lengths[i]
             factor = 2.0 if eta < 2.0**-8 else 0.5 if eta > 2.0**-6 else 1.0
-            after = replace(now, damping=factor * now.damping, length=eta, scale=max(0.0, 1 / eta - 1), lost=0.0)
-            return self.end("flow", here, steps[i], replace(after, fell=lowest / at.f))
+            after = replace(
+                now,
+                flow_damping=factor * now.flow_damping,
+                step_fraction=eta,
+                momentum_scale=max(0.0, 1 / eta - 1),
+                rejected_in_a_row=0.0,
+            )
+            return self.end("flow", here, steps[i], replace(after, loss_ratio=lowest / at.f))
         shorter = max(h / 2, 2.0**-14)
-        if now.lost < 7:
-            return self.end("gathered", here, None, replace(now, length=shorter, scale=1.0, lost=now.lost + 1), phi)
-        dampings = [now.damped * 3.0**k for k in range(-4, 5)]
+        if now.rejected_in_a_row < 7:
+            return self.end(
+                "gathered",
+                here,
+                None,
+                replace(now, step_fraction=shorter, momentum_scale=1.0, rejected_in_a_row=now.rejected_in_a_row + 1),
+                phi,
+            )
+        dampings = [now.lm_damping * 3.0**k for k in range(-4, 5)]
         identity = torch.eye(len(here), dtype=here.dtype)
         steps = [-torch.linalg.solve(J.T @ J + lam * identity, at.g) for lam in dampings]
         i, lowest = self.lowest(here, steps, 4)
         if not lowest < at.f:
             raise AssertionError("no damped step is better than staying: a search of the subspace would follow")
-        after = replace(now, length=shorter, scale=0.0, lost=0.0, damped=dampings[i], fell=lowest / at.f)
+        after = replace(
+            now,
+            step_fraction=shorter,
+            momentum_scale=0.0,
+            rejected_in_a_row=0.0,
+            lm_damping=dampings[i],
+            loss_ratio=lowest / at.f,
+        )
         return self.end("damped", here, steps[i], after)
 
     def minimum(self, J: Tensor, rho: Tensor, carried: Tensor, pulled: Tensor, lam: float) -> Tensor:
@@ -211,28 +231,33 @@ class DenseFlow:
         if now is None:
             now = Carried(1e-6 * trace, min(0.5, longest), 0.0, 1e-3 * trace)
         else:
-            length = now.length
+            length = now.step_fraction
             while length > longest:
                 length /= 2
-            damping = min(max(now.damping, least * trace), 1e-5 * trace)
-            now = replace(now, damping=damping, damped=min(max(now.damped, 1e-12 * trace), 100 * trace), length=length)
+            damping = min(max(now.flow_damping, least * trace), 1e-5 * trace)
+            now = replace(
+                now,
+                flow_damping=damping,
+                lm_damping=min(max(now.lm_damping, 1e-12 * trace), 100 * trace),
+                step_fraction=length,
+            )
         if whole:
-            return replace(now, longest=0.0), longest
-        waits, rows = 0.9 * now.waits + 0.1 * (now.lost > 0), self.rows_wanted()
+            return replace(now, longest_fraction=0.0), longest
+        waits, rows = 0.9 * now.rejection_rate + 0.1 * (now.rejected_in_a_row > 0), self.rows_wanted()
         if waits > 0.25 and rows < self.most_rows:
             now = replace(now, rows=min(round(1.5 * rows), self.most_rows))
             waits = 0.0
-        return replace(now, waits=waits, longest=longest), longest
+        return replace(now, rejection_rate=waits, longest_fraction=longest), longest
 
     def longest_piece(self) -> float:
         """An eighth, and up to a half where the longest was followed and f fell nearly as (1 − η)² says."""
         now = self.carried
         if now is None:
             return 1 / 8
-        longest = max(now.longest, 1 / 8)
-        followed = now.lost == 0 and 2 * now.length > longest
-        said = (1 - min(now.length, 1 / 2)) ** 2  # all rows may have been followed further
-        if followed and math.log(now.fell) <= 0.85 * math.log(said):
+        longest = max(now.longest_fraction, 1 / 8)
+        followed = now.rejected_in_a_row == 0 and 2 * now.step_fraction > longest
+        said = (1 - min(now.step_fraction, 1 / 2)) ** 2  # all rows may have been followed further
+        if followed and math.log(now.loss_ratio) <= 0.85 * math.log(said):
             return min(1.26 * longest, 1 / 2)
         return max(longest / 2, 1 / 8)
 

@@ -1,4 +1,4 @@
-"""The flow of the rational basis: its direction, its bend and damped steps, by dense algebra."""
+"""The flow: its direction, its bend and damped steps, by dense algebra."""
 
 from __future__ import annotations
 

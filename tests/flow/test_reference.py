@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from krylov_descent import KSD, Rational
+from krylov_descent import GaussNewtonFlow
 from krylov_descent.flow.sketch import Sketch, Sketcher
 from krylov_descent.objective.objective import Objective
 from krylov_descent.report import StopReason
@@ -91,7 +91,7 @@ class Side:
         params = list(self.model.parameters())
         c = decay or [0.0] * len(params)
         groups = [{"params": [p], "weight_decay": x} for p, x in zip(params, c, strict=True)]
-        self.optimizer = KSD(groups, basis=Rational(rows=rows, momentum=momentum))
+        self.optimizer = GaussNewtonFlow(groups, rows=rows, momentum=momentum)
         self.reference = DenseFlow(list(copy.parameters()), closure, rows, momentum, c)
         self.path: list[Tensor] = []
         self.damping: list[float] = []
@@ -107,17 +107,19 @@ class Side:
             sketch = sketches[-1]
             reference.step(None if sketch.whole else partial(observed, sketch))
             assert sketch.whole or len(sketch.J) == wanted
-            theta, numbers = flat(params), state[params[0]]
+            theta, numbers = flat(params), state[params[0]]["numbers"]
             assert apart(theta, reference.theta) < CLOSE, k
             assert reference.carried is not None
             for name, x in vars(reference.carried).items():
-                assert numbers[name] == pytest.approx(x, rel=CLOSE, abs=0), (k, name)
+                assert numbers[f"adaptation.{name}"] == pytest.approx(x, rel=CLOSE, abs=0), (k, name)
             assert reference.last is not None
-            assert apart(flat([state[p]["d_prev"] for p in params]), reference.last) < CLOSE, k
-            assert (report.stop_reason is StopReason.GATHERING) == (reference.kinds[-1] == "gathered")
+            gathered = reference.kinds[-1] == "gathered"
+            last = flat([state[p]["direction" if gathered else "last_step"] for p in params])
+            assert apart(last, reference.last) < CLOSE, k
+            assert (report.stop_reason is StopReason.GATHERING) == gathered
             self.path.append(theta)
-            self.damping.append(numbers["damping"])
-            self.length.append(numbers["length"])
+            self.damping.append(numbers["adaptation.flow_damping"])
+            self.length.append(numbers["adaptation.step_fraction"])
         return self
 
 
@@ -197,7 +199,11 @@ def test_steps_that_gather_and_damped_steps(sketches: list[Sketch]) -> None:
 @pytest.mark.parametrize(("problem", "rows"), [(curve(12, 1.0), 12), (smooth, 5)], ids=["all", "some"])
 @pytest.mark.parametrize(
     "numbers",
-    [{"damping": 1e9, "damped": 1e9}, {"damping": 1e-30, "damped": 1e-30}, {"length": 8.0}],
+    [
+        {"flow_damping": 1e9, "lm_damping": 1e9},
+        {"flow_damping": 1e-30, "lm_damping": 1e-30},
+        {"step_fraction": 8.0},
+    ],
     ids=["most", "least", "longest"],
 )
 def test_what_is_carried_is_bounded(
@@ -206,6 +212,7 @@ def test_what_is_carried_is_bounded(
     side = Side(problem, rows, 0.9).follow(1, sketches)
     reference = side.reference
     assert reference.carried is not None
-    side.optimizer.state[next(side.model.parameters())].update(numbers)
+    saved = side.optimizer.state[next(side.model.parameters())]["numbers"]
+    saved.update({f"adaptation.{name}": x for name, x in numbers.items()})
     reference.carried = replace(reference.carried, **numbers)
     side.follow(2, sketches)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from krylov_descent.flow.rows import chances, systematic
+from krylov_descent.flow.row_sampling import chances, systematic
 from krylov_descent.flow.sketch import Sketcher
 from krylov_descent.samples.subsets import Microbatch
 from tests.least_squares import F64, mlp, objective_of

@@ -12,12 +12,14 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from krylov_descent import KSD, Rational, Subsets
+from krylov_descent import KSD, GaussNewtonFlow, Subsets
 from krylov_descent.curvature.output_roots import output_roots
 from krylov_descent.distributed import SingleProcess
-from krylov_descent.flow import jacobian as row_writing
-from krylov_descent.flow.jacobian import OwnWeights
+from krylov_descent.flow import jacobian_rows as row_writing
+from krylov_descent.flow.jacobian_rows import OwnWeights
+from krylov_descent.flow.row_sampling import BatchRows
 from krylov_descent.flow.sketch import Sketcher
+from krylov_descent.layers.verify import Found
 from krylov_descent.objective.objective import Objective
 from krylov_descent.samples.subsets import Microbatch
 from krylov_descent.vectors.parameters import ParameterVector
@@ -232,6 +234,11 @@ def no_sensors() -> tuple[nn.Module, Closure]:
     return model, closure
 
 
+def all_at_once(objective: Objective) -> bool:
+    """Whether no rows were found to take a backward pass each."""
+    return not objective.workspace.of(BatchRows).refuted
+
+
 @pytest.mark.parametrize(
     ("problem", "together"),
     [
@@ -257,14 +264,14 @@ def no_sensors() -> tuple[nn.Module, Closure]:
 def test_all_rows_are_the_gauss_newton_matrix(problem: Callable[[], tuple[nn.Module, Closure]], together: bool) -> None:
     model, closure = problem()
     G, g = dense(model, closure)
-    sketcher = Sketcher(10_000)
-    sketch = sketcher.draw(objective_of(model, closure), [Microbatch(None, None)], (0,))
+    objective, sketcher = objective_of(model, closure), Sketcher(10_000)
+    sketch = sketcher.draw(objective, [Microbatch(None, None)], (0,))
     torch.testing.assert_close(sketch.J.T @ sketch.J, G)
     torch.testing.assert_close(sketch.J.T @ sketch.rho, g)
     assert sketch.whole
-    assert sketcher.together == together
+    assert all_at_once(objective) == together
     assert ("backward pass each" in sketch.note) == (not together)
-    again = sketcher.draw(objective_of(model, closure), [Microbatch(None, None)], (1,))
+    again = sketcher.draw(objective, [Microbatch(None, None)], (1,))
     assert not again.note
     torch.testing.assert_close(again.J.T @ again.J, G)
 
@@ -283,15 +290,15 @@ def test_rows_that_move_are_found_again(coefficient: bool) -> None:
         r = factor * model(x)[k : k + 20] - y[k : k + 20]
         return r.square().mean(), r
 
-    sketcher = Sketcher(10_000)
+    objective, sketcher = objective_of(model, closure), Sketcher(10_000)
     for n in range(40):
         first[0] = 20 if n == 35 else first[0]
-        sketch = sketcher.draw(objective_of(model, closure), [Microbatch(None, None)], (n,))
+        sketch = sketcher.draw(objective, [Microbatch(None, None)], (n,))
         if n in (0, 34, 35, 39):
             G, g = dense(model, closure)
             torch.testing.assert_close(sketch.J.T @ sketch.J, G)
             torch.testing.assert_close(sketch.J.T @ sketch.rho, g)
-    assert sketcher.together
+    assert all_at_once(objective)
     assert not sketch.note
 
 
@@ -307,10 +314,10 @@ def test_what_was_refuted_stays_so() -> None:
             r = r + 0 * torch.sqrt(0 * u)  # of infinite slope
         return r.square().mean(), r
 
-    sketcher = Sketcher(10_000)
+    objective, sketcher = objective_of(model, closure), Sketcher(10_000)
     for n in range(9):
         calls[0] = n
-        sketch = sketcher.draw(objective_of(model, closure), [Microbatch(None, None)], (n,))
+        sketch = sketcher.draw(objective, [Microbatch(None, None)], (n,))
         if n != 3:
             G, _ = dense(model, closure)
             torch.testing.assert_close(sketch.J.T @ sketch.J, G)
@@ -320,23 +327,23 @@ def test_honest_rows_of_zeros_are_judged_once(monkeypatch: pytest.MonkeyPatch) -
     """Those of a hard constraint, for example."""
     model, x = mlp(1, 5, 1), torch.linspace(0, 1, 11, dtype=F64)[:, None]
     judged = [0]
-    kept = row_writing._confirmed
+    kept = row_writing._compared
 
-    def counted(*given: Any) -> bool:
+    def counted(*given: Any) -> Found:
         judged[0] += 1
         return kept(*given)
 
-    monkeypatch.setattr(row_writing, "_confirmed", counted)
+    monkeypatch.setattr(row_writing, "_compared", counted)
 
     def closure() -> tuple[Tensor, Tensor]:
         r = x * (1 - x) * model(x) - x
         return r.square().mean(), r
 
-    sketcher = Sketcher(10_000)
-    for n in range(12):
-        sketcher.draw(objective_of(model, closure), [Microbatch(None, None)], (n,))
-    assert judged[0] == 4  # at calls 1, 2, 4 and 8
-    assert sketcher.together
+    objective, sketcher = objective_of(model, closure), Sketcher(10_000)
+    for n in range(20):
+        sketcher.draw(objective, [Microbatch(None, None)], (n,))
+    assert judged[0] == 3  # at calls 1, 4 and 16
+    assert all_at_once(objective)
 
 
 def test_some_rows_where_a_term_has_no_points() -> None:
@@ -357,9 +364,9 @@ def test_wrong_rows_are_found_out_in_half_precision(dtype: torch.dtype) -> None:
         r = model(x).float() - 1
         return r.square().mean(), r
 
-    sketcher = Sketcher(10_000)
-    sketch = sketcher.draw(objective_of(model, closure), [Microbatch(None, None)], (0,))
-    assert not sketcher.together
+    objective, sketcher = objective_of(model, closure), Sketcher(10_000)
+    sketch = sketcher.draw(objective, [Microbatch(None, None)], (0,))
+    assert not all_at_once(objective)
     assert bool(sketch.J[:, :60].any())
 
 
@@ -374,9 +381,9 @@ def test_right_rows_are_not_refuted_by_an_autocast(dtype: torch.dtype) -> None:
         r = u.float() - x[:, :1]
         return r.square().mean(), r
 
-    sketcher = Sketcher(10_000)
-    sketcher.draw(objective_of(model, closure), [Microbatch(None, None)], (0,))
-    assert sketcher.together
+    objective, sketcher = objective_of(model, closure), Sketcher(10_000)
+    sketcher.draw(objective, [Microbatch(None, None)], (0,))
+    assert all_at_once(objective)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -399,7 +406,7 @@ def test_a_note_says_that_sketches_are_large() -> None:
         z = model(batch)
         return z.square().mean(), z
 
-    optimizer = KSD(model.parameters(), basis=Rational(rows=10))
+    optimizer = GaussNewtonFlow(model.parameters(), rows=10)
     sets = Subsets(x, batch_size=1, fraction=0.5, seed=0)
     first, second = (optimizer.step(closure, sets) for _ in range(2))
     assert any("120 rows in place of 10" in note for note in first.notes)
@@ -415,9 +422,9 @@ def test_rows_that_cancel_are_not_refuted() -> None:
         r = x * (1 - x) * model(x) - x.square()
         return r.square().mean(), r
 
-    sketcher = Sketcher(10_000)
-    sketcher.draw(objective_of(model, closure), [Microbatch(None, None)], (0,))
-    assert sketcher.together
+    objective, sketcher = objective_of(model, closure), Sketcher(10_000)
+    sketcher.draw(objective, [Microbatch(None, None)], (0,))
+    assert all_at_once(objective)
 
 
 def test_an_integral_takes_no_weights_for_every_point(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -439,7 +446,7 @@ def test_an_integral_takes_no_weights_for_every_point(monkeypatch: pytest.Monkey
     sketch = Sketcher(40).draw(objective_of(model, closure), [Microbatch(None, None)], (0,))
     assert max(numbers) <= 40
     assert len(sketch.J) <= 42
-    report = KSD(model.parameters(), basis="rational").step(closure)
+    report = GaussNewtonFlow(model.parameters()).step(closure)
     assert report.search_loss_after < report.search_loss_before
 
 
@@ -451,7 +458,7 @@ def test_rows_without_a_second_derivative_are_left_out() -> None:
         r = x * (model(x) - torch.sin(3 * x))
         return r.abs().pow(1.5).mean(), r
 
-    optimizer = KSD(model.parameters(), basis="rational")
+    optimizer = GaussNewtonFlow(model.parameters())
     first, *_, last = (optimizer.step(closure) for _ in range(30))
     assert last.loss < 0.2 * first.loss
 
@@ -543,8 +550,8 @@ def test_losses_that_couple_rows_are_refused() -> None:
         z = model(x)
         return z.square().mean().sqrt(), z
 
-    with pytest.raises(ValueError, match=r"couples rows of the outputs.*Use basis='krylov'"):
-        KSD(model.parameters(), basis="rational").step(closure)
+    with pytest.raises(ValueError, match=r"couples rows of the outputs.*Use KSD"):
+        GaussNewtonFlow(model.parameters()).step(closure)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, F64])
@@ -575,8 +582,8 @@ def test_a_fitted_classifier_still_steps(dtype: torch.dtype) -> None:
         logits = model(x)
         return nn.functional.cross_entropy(logits, y), logits
 
-    for basis in ("krylov", "rational"):
-        optimizer = KSD(model.parameters(), basis=basis)
+    for method in (KSD, GaussNewtonFlow):
+        optimizer = method(model.parameters())
         losses = [optimizer.step(closure).loss for _ in range(25)]
     assert losses[-1] <= losses[0] < 1e-4
 
@@ -630,10 +637,10 @@ def test_outputs_that_the_loss_couples_are_refused() -> None:
         return loss, (left, right)
 
     with pytest.raises(ValueError, match="couples outputs 1 and 2"):
-        KSD(model.parameters(), basis="rational").step(closure)
+        GaussNewtonFlow(model.parameters()).step(closure)
     x[1] = 0
     with pytest.raises(ValueError, match="couples outputs 0 and 1"):
-        KSD(model.parameters(), basis="rational").step(hidden)
+        GaussNewtonFlow(model.parameters()).step(hidden)
     G, _ = dense(model, joint)
     J = Sketcher(100).draw(objective_of(model, joint), [Microbatch(None, None)], (0,)).J
     torch.testing.assert_close(J.T @ J, G)
@@ -693,11 +700,11 @@ def test_another_closure_of_the_same_code_is_noticed() -> None:
         return closure
 
     plain, periodic = make(lambda u: u - x[:, :1]), make(lambda u: u - u.roll(1, 0))
-    sketcher = Sketcher(10_000)
-    for n in range(70):
-        sketcher.draw(objective_of(model, plain), [Microbatch(None, None)], (n,))
-    for n in range(70, 100):
-        sketch = sketcher.draw(objective_of(model, periodic), [Microbatch(None, None)], (n,))
+    current = [plain]
+    objective, sketcher = objective_of(model, lambda: current[0]()), Sketcher(10_000)
+    for n in range(128):
+        current[0] = plain if n < 70 else periodic
+        sketch = sketcher.draw(objective, [Microbatch(None, None)], (n,))
     G, _ = dense(model, periodic)
     torch.testing.assert_close(sketch.J.T @ sketch.J, G)
 
@@ -712,9 +719,9 @@ def test_rows_that_hard_constraints_make_constant_do_not_hide_the_others() -> No
         inside, start = u[:30] - 1, u[30:]
         return inside.square().mean() + start.square().mean(), (inside, start)
 
-    sketcher = Sketcher(10_000)
-    sketch = sketcher.draw(objective_of(model, closure), [Microbatch(None, None)], (0,))
-    assert sketcher.together
+    objective, sketcher = objective_of(model, closure), Sketcher(10_000)
+    sketch = sketcher.draw(objective, [Microbatch(None, None)], (0,))
+    assert all_at_once(objective)
     G, _ = dense(model, closure)
     torch.testing.assert_close(sketch.J.T @ sketch.J, G)
 
@@ -728,4 +735,4 @@ def test_a_loss_that_cannot_be_differentiated_twice_is_explained() -> None:
         return nn.functional.ctc_loss(z.log_softmax(-1), labels, *lengths), z
 
     with pytest.raises(ValueError, match="cannot be differentiated twice"):
-        KSD(model.parameters(), basis="rational").step(closure)
+        GaussNewtonFlow(model.parameters()).step(closure)

@@ -1,29 +1,30 @@
-"""The rational basis: where its search begins, and the contract of a basis."""
+"""Steps of the flow: candidates, what is adapted, what is refused, and that runs resume."""
 
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import math
+import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from krylov_descent import DEEP, KSD, Rational, Subsets
-from krylov_descent.curvature import CURVATURES
+from krylov_descent import KSD, GaussNewtonFlow, Growing, Subsets, checkpoint
 from krylov_descent.distributed import SingleProcess
 from krylov_descent.flow.sketch import Sketcher, finite_rows, sketch_bytes
-from krylov_descent.flow.step import RationalBuilder, _longest
-from krylov_descent.krylov.basis import Turn
-from krylov_descent.krylov.builder import KrylovBuilder
-from krylov_descent.krylov.candidates import Carry, Family, Starts, best_start, climb
-from krylov_descent.krylov.memory import Memory
+from krylov_descent.flow.step import Adaptation, CandidateLine, _bounded, _longest, descend_line, reduced_curvature
+from krylov_descent.krylov.search import LineEvaluator
 from krylov_descent.report import StopReason
-from krylov_descent.samples.subsets import Microbatch
-from krylov_descent.state import memory_of, memory_parts
+from krylov_descent.samples.interface import FullBatch, Microbatch
+from krylov_descent.state import put_together, taken_apart
+from krylov_descent.vectors.storage import BasisStorage
 from tests.least_squares import F64, Closure, dense, mlp, objective_of, pinn
 
 
@@ -46,14 +47,14 @@ def noisy_fit() -> tuple[nn.Module, Closure, float]:
 
 def test_a_direction_that_leads_nowhere_gathers_rows_and_then_does() -> None:
     model, closure, best = noisy_fit()
-    optimizer = KSD(model.parameters(), basis=Rational(rows=15))
+    optimizer = GaussNewtonFlow(model.parameters(), rows=15)
     reports = [optimizer.step(closure) for _ in range(150)]
     assert sum(report.stop_reason is StopReason.GATHERING for report in reports) > 20
     assert reports[-1].loss - best < 0.2 * (reports[0].loss - best)
     fell = [a for a, b in itertools.pairwise(reports) if b.loss < a.loss]
     assert {a.stop_reason for a in fell} == {StopReason.CANDIDATE}
     grew = next(report for report in reports if report.notes)
-    assert str(grew).endswith("had to gather rows: sketches have 20 from now on.")
+    assert str(grew).endswith("had to gather rows: sketches have 20 rows from now on.")
 
 
 @pytest.mark.parametrize("monitored", [False, True])
@@ -62,7 +63,7 @@ def test_a_run_is_patient_with_steps_that_gather(monitored: bool) -> None:
     model, closure, best = noisy_fit()
     first = closure()[0].item()
     monitor = (lambda: closure()[0].item()) if monitored else None
-    run = KSD(model.parameters(), basis=Rational(rows=15)).run(closure, patience=5, max_steps=150, monitor=monitor)
+    run = GaussNewtonFlow(model.parameters(), rows=15).run(closure, patience=5, max_steps=150, monitor=monitor)
     reports = list(run)
     gathering = [report.stop_reason is StopReason.GATHERING for report in reports]
     assert max(sum(1 for _ in some) for gathers, some in itertools.groupby(gathering) if gathers) >= 5
@@ -74,75 +75,115 @@ def test_a_sketch_beyond_the_memory_at_hand_is_refused_before_anything_runs(monk
     model, closure = pinn()
     before = [p.detach().clone() for p in model.parameters()]
     monkeypatch.setattr("krylov_descent.flow.sketch.at_hand", lambda device: 1000)
-    with pytest.raises(ValueError, match=r"more than what may be taken of the 1,000 at hand\. Use basis='krylov'"):
-        KSD(model.parameters(), basis="rational").step(closure)
+    with pytest.raises(ValueError, match=r"more than may be taken of the 1,000 bytes of free memory\. Use KSD"):
+        GaussNewtonFlow(model.parameters()).step(closure)
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
-    optimizer = KSD(model.parameters(), basis="rational", memory_budget=10**7)  # says what may be taken
+    optimizer = GaussNewtonFlow(model.parameters(), memory_budget=10**7)  # says what may be taken
     optimizer.step(closure)
 
 
-def family(n: int = 9) -> Family:
-    carries = tuple(Carry(1.0, float(i), 0.0, 1.0) for i in range(n))
-    return Family(torch.arange(float(n), dtype=F64)[:, None], n // 2, carries)
+def line(n: int = 9) -> CandidateLine:
+    """The step to index i is [i]."""
+    then = tuple(Adaptation(1.0, float(i), 0.0, 1.0) for i in range(n))
+    return CandidateLine(tuple(lambda i=i: torch.tensor([float(i)]) for i in range(n)), n // 2, then)  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("low", [0, 3, 4, 8])
-def test_the_climb_finds_the_minimum_of_a_family(low: int) -> None:
+@pytest.mark.parametrize("low", [0, 3, 4, 5, 8])
+def test_a_line_is_followed_to_its_minimum(low: int) -> None:
     tried = []
 
-    def value(c: Tensor) -> float:
-        tried.append(float(c))
-        return (float(c) - low) ** 2 - 1
+    def value(d: Tensor) -> float:
+        tried.append(float(d))
+        return (float(d) - low) ** 2 - 1
 
-    assert climb(family(), value) == (low, -1)
-    assert len(tried) <= abs(low - 4) + 3
-
-
-def test_the_climb_out_of_overflow() -> None:
-    assert climb(family(), lambda c: math.nan if float(c) < 7 else -float(c)) == (8, -8)
-    assert climb(family(), lambda c: math.inf)[1] == math.inf
+    i, lowest, d = descend_line(line(), value)
+    assert (i, lowest, d.tolist()) == (low, -1, [low])
+    assert len(tried) == len(set(tried)) <= abs(low - 4) + 3
 
 
-def test_the_first_family_with_a_better_point_is_taken() -> None:
-    second = Family(100 + torch.arange(3.0, dtype=F64)[:, None], 1, (Carry(1.0, 7.0, 0.0, 1.0),) * 3)
-    starts = Starts((family(), second), Carry(1.0, 9.0, 0.0, 1.0))
-    found = best_start(starts, lambda c: -1 / (1 + float(c)), 0.0)
-    assert found is not None
-    assert (float(found[0]), found[1].length, found[2]) == (0.0, 0.0, -1.0)
-    found = best_start(starts, lambda c: 1.0 if float(c) < 50 else -float(c), 0.0)
-    assert found is not None
-    assert (float(found[0]), found[1].length) == (102.0, 7.0)
-    assert best_start(starts, lambda c: 1.0, 0.0) is None
+def test_a_line_is_followed_out_of_overflow() -> None:
+    i, lowest, d = descend_line(line(), lambda d: math.inf if float(d) < 7 else -float(d))
+    assert (i, lowest, d.tolist()) == (8, -8, [8])
+    assert descend_line(line(), lambda d: math.inf)[1] == math.inf
+    one = descend_line(line(1), lambda d: 3.0)
+    assert (one[0], one[1], one[2].tolist()) == (0, 3.0, [0])
 
 
-def builders() -> list[Any]:
-    return [
-        pytest.param(lambda: KrylovBuilder(CURVATURES["ggn"], 6, None), id="krylov"),
-        pytest.param(lambda: RationalBuilder(Rational(rows=10_000), None), id="rational"),
-    ]
+def test_a_line_keeps_no_more_steps_than_it_needs() -> None:
+    """They are vectors of all parameters: of the last one, its neighbours and no others are held."""
+    alive: list[weakref.ref[Tensor]] = []
+
+    def step(i: int) -> Tensor:
+        d = torch.full((3,), float(i))
+        alive.append(weakref.ref(d))
+        assert sum(ref() is not None for ref in alive) <= 4
+        return d
+
+    steps = tuple(functools.partial(step, i) for i in range(20))
+    found = descend_line(CandidateLine(steps, 3, (Adaptation(1.0, 1.0, 0.0, 1.0),) * 20), lambda d: -float(d[0]))
+    assert found[2].tolist() == [19.0] * 3
+    assert len(alive) == 17
 
 
-@pytest.mark.parametrize("make", builders())
-@pytest.mark.parametrize("previous", [False, True])
+def stubborn(radius: float) -> tuple[nn.Linear, Closure, Tensor]:
+    """A quadratic that jumps up beyond a small ball around the start, which no derivative tells; and the start."""
+    torch.manual_seed(0)
+    model, x = nn.Linear(6, 1, bias=False).double(), torch.randn(40, 6, dtype=F64)
+    start = model.weight.detach().clone()
+
+    def closure() -> tuple[Tensor, Tensor]:
+        r = model(x) - 1
+        return r.square().mean() + 1e3 * float((model.weight.detach() - start).norm() > radius), r
+
+    return model, closure, start
+
+
+def numbers_of(optimizer: GaussNewtonFlow) -> dict[str, Any]:
+    numbers = optimizer.state[optimizer.trained()[0]]["numbers"]
+    return {name.removeprefix("adaptation."): x for name, x in numbers.items() if name.startswith("adaptation.")}
+
+
+def test_where_no_candidate_helps_a_search_of_their_span_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All pieces of the flow and all damped steps are too long by far, after the seven steps that gather."""
+    model, closure, start = stubborn(1e-9)
+    optimizer = GaussNewtonFlow(model.parameters())
+    optimizer.step(closure)
+    assert torch.equal(model.weight, start)
+    damping = numbers_of(optimizer)["lm_damping"]
+    first = next(model.parameters())
+    optimizer.state[first]["numbers"]["adaptation.rejected_in_a_row"] = 7
+    evaluated: list[str] = []
+    for name in ("value", "at", "at_origin"):
+        original = getattr(LineEvaluator, name)
+
+        def counted(*args: Any, original: Any = original, name: str = name, **keywords: Any) -> Any:
+            evaluated.append(name)
+            return original(*args, **keywords)
+
+        monkeypatch.setattr(LineEvaluator, name, counted)
+    report = optimizer.step(closure)
+    assert report.stop_reason not in (StopReason.CANDIDATE, StopReason.GATHERING)
+    assert report.search_loss_after < report.search_loss_before == report.loss
+    assert closure()[0].item() == pytest.approx(report.search_loss_after, rel=1e-12)
+    assert 0 < float((model.weight.detach() - start).norm()) <= 1e-9
+    assert set(evaluated) == {"value", "at"}  # candidates of two lines, then the search
+    assert report.inner_evaluations == len(evaluated)
+    after = numbers_of(optimizer)
+    assert after["lm_damping"] == pytest.approx(damping * 3.0**4)  # shorter steps from the next time on
+    assert (after["momentum_scale"], after["rejected_in_a_row"]) == (0.0, 0)
+    assert "direction" not in optimizer.state[first]
+
+
 @pytest.mark.parametrize("decay", [0.0, 0.1])
-def test_the_contract_of_a_basis(make: Callable[[], Any], previous: bool, decay: float) -> None:
-    """Orthonormal rows that span gradient and previous step, and the curvature among them, decay included."""
+def test_the_curvature_that_the_search_is_whitened_by(decay: float) -> None:
     model, closure = pinn()
     G, g = dense(model, closure)
-    n = len(g)
     objective = objective_of(model, closure, decay)
-    theta = objective.point()
-    g = g + decay * theta
-    d_prev = torch.randn(n, dtype=F64) if previous else None
-    subspace = make()(objective, [Microbatch(None, None)], lambda w: w, g.clone(), d_prev, Turn())
-    V = subspace.V.tensor()
-    torch.testing.assert_close(V @ V.T, torch.eye(len(V), dtype=F64))
-    torch.testing.assert_close(subspace.H, V @ (G + decay * torch.eye(n, dtype=F64)) @ V.T)
-    for x in (g, d_prev):
-        if x is not None:
-            torch.testing.assert_close(V.T @ (V @ x), x)
-    assert subspace.orthogonality_error < 1e-12
-    assert torch.equal(objective.point(), theta)
+    J = Sketcher(10_000).draw(objective, [Microbatch(None, None)], (0,)).J
+    Q = torch.linalg.qr(torch.randn(len(g), 3, dtype=F64)).Q.T.contiguous()
+    torch.testing.assert_close(
+        reduced_curvature(J, BasisStorage.of(Q), objective), Q @ (G + decay * torch.eye(len(g), dtype=F64)) @ Q.T
+    )
 
 
 def linear() -> tuple[nn.Module, Closure, Tensor, Tensor]:
@@ -158,10 +199,10 @@ def linear() -> tuple[nn.Module, Closure, Tensor, Tensor]:
     return model, closure, torch.cat([x, torch.ones(40, 1, dtype=F64)], 1), y
 
 
-@pytest.mark.parametrize("basis", ["krylov", "rational"])
-def test_both_solve_a_quadratic(basis: Any) -> None:
+@pytest.mark.parametrize("method", [KSD, GaussNewtonFlow])
+def test_both_solve_a_quadratic(method: type[Any]) -> None:
     model, closure, design, y = linear()
-    run = KSD(model.parameters(), basis=basis).run(closure, max_steps=10)
+    run = method(model.parameters()).run(closure, max_steps=10)
     list(run)
     best = (design @ torch.linalg.lstsq(design, y).solution - y).square().mean().item()
     assert run.loss == pytest.approx(best, rel=1e-10)
@@ -180,18 +221,21 @@ def test_it_trains_and_resumes_bit_for_bit(dtype: torch.dtype) -> None:
         return model, closure
 
     model, closure = problem()
-    optimizer = KSD(model.parameters(), basis=Rational(rows=60))
+    optimizer = GaussNewtonFlow(model.parameters(), rows=60)
     for _ in range(60):
         optimizer.step(closure)
     saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
     reports = [optimizer.step(closure) for _ in range(4)]
     other, again = problem()
-    resumed = KSD(other.parameters(), basis=Rational(rows=60))
+    resumed = GaussNewtonFlow(other.parameters(), rows=60)
     other.load_state_dict(saved[0])
     resumed.load_state_dict(saved[1])
     assert [resumed.step(again).loss for _ in range(4)] == [report.loss for report in reports]
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), other.parameters(), strict=True))
     assert reports[-1].loss < 5e-3
+    # Of a step without Krylov vectors, there is nothing to tell of them.
+    assert {(r.krylov_dim, r.ritz_values, r.coefficients, r.orthogonality_error) for r in reports} == {(0, (), (), 0.0)}
+    assert "| K" not in str(reports[-1])
 
 
 def test_with_sets() -> None:
@@ -204,7 +248,7 @@ def test_with_sets() -> None:
         logits = model(batch[0])
         return nn.functional.cross_entropy(logits, batch[1]), logits
 
-    run = KSD(model.parameters(), basis="rational").run(closure, sets, max_steps=60)
+    run = GaussNewtonFlow(model.parameters()).run(closure, sets, max_steps=60)
     losses = [report.loss for report in run]
     assert losses[0] > 0.6
     assert run.loss < 0.4
@@ -221,53 +265,54 @@ def test_where_nothing_improves_the_step_says_so_and_stays() -> None:
         moved = any(not torch.equal(p.detach(), q) for p, q in zip(model.parameters(), here, strict=True))
         return r.square().mean() + (math.nan if moved else 0.0), r
 
-    optimizer = KSD(model.parameters(), basis="rational")
+    optimizer = GaussNewtonFlow(model.parameters())
     reasons = []
     for _ in range(18):
         report = optimizer.step(closure)
         reasons.append(report.stop_reason)
         assert report.search_loss_after == report.search_loss_before
         assert all(torch.equal(p, q) for p, q in zip(model.parameters(), here, strict=True))
-    carried = optimizer.state[next(model.parameters())]
-    assert all(math.isfinite(carried[key]) for key in ("damping", "length", "scale", "damped", "lost"))
-    assert carried["length"] >= 2.0**-14
+    carried = numbers_of(optimizer)
+    assert len(carried) == 9
+    assert all(map(math.isfinite, carried.values()))
+    assert carried["step_fraction"] >= 2.0**-14
     assert reasons[:7] == [StopReason.GATHERING] * 7
     assert reasons[7] is reasons[15] is not StopReason.GATHERING
 
 
 def test_what_is_carried_is_bounded_however_long_a_run_fails() -> None:
-    bounded = RationalBuilder._bounded
-    high, low = (bounded(2.0, 0.125, 1e-18, Carry(x, 0.5, 0.0, x)) for x in (1e300, 1e-300))
-    assert high.length == low.length == 0.125
-    assert high.damping <= 2.0 * 1e-5 * (1 + 1e-12)
-    assert high.damped == 200.0
-    assert low.damping == pytest.approx(2e-18)
-    assert 0 < low.damped < 1e-11
+    high, low = (_bounded(2.0, 0.125, 1e-18, Adaptation(x, 0.5, 0.0, x)) for x in (1e300, 1e-300))
+    assert high.step_fraction == low.step_fraction == 0.125
+    assert high.flow_damping == pytest.approx(2e-5)
+    assert high.lm_damping == 200.0
+    assert low.flow_damping == pytest.approx(2e-18)
+    assert low.lm_damping == pytest.approx(2e-12)
     for trace in (0.0, math.inf, math.nan):
-        assert all(math.isfinite(x) for x in vars(bounded(trace, 0.125, 1e-18, None)).values())
+        assert all(math.isfinite(x) for x in vars(_bounded(trace, 0.125, 1e-18, None)).values())
 
 
 def test_pieces_become_longer_only_where_the_loss_falls_as_the_flow_says() -> None:
-    def after(lengths: Sequence[float], fall: Callable[[float], float], lost: float = 0.0, kept: bool = True) -> float:
+    def after(lengths: Sequence[float], fall: Callable[[float], float], lost: int = 0, moved: bool = True) -> float:
         longest = 0.0
         for eta in lengths:
-            longest = _longest(Carry(1.0, eta, 0.0, 1.0, lost=lost, longest=longest, fell=fall(eta)), kept=kept)
+            known = Adaptation(1.0, eta, 0.0, 1.0, lost, longest_fraction=longest, loss_ratio=fall(eta))
+            longest = _longest(known, moved=moved)
         return longest
 
     def said(eta: float) -> float:
         return (1 - eta) ** 2
 
     eighth = 2.0**-3
-    assert _longest(None, kept=True) == eighth
+    assert _longest(None, moved=True) == eighth
     assert after([eighth] * 2, said) < 0.25 <= after([eighth] * 3, said)  # twice as long in three steps
     assert after([eighth] * 3 + [0.25] * 3 + [0.5] * 9, said) == 0.5  # and then no more
     assert after([eighth] * 9, lambda eta: said(eta) ** 0.8) == eighth  # some residuals do not shrink
     assert after([eighth / 2] * 9, said) == eighth  # a longer one would have been worse
-    assert after([eighth] * 9, said, lost=1.0) == after([eighth] * 9, said, kept=False) == eighth
+    assert after([eighth] * 9, said, lost=1) == after([eighth] * 9, said, moved=False) == eighth
     assert after([eighth] * 9, lambda eta: -1.0) == eighth  # a loss of either sign says nothing
     assert after([*[eighth] * 3, 0.25, 0.25, eighth], said) < 0.25  # back at once
-    carry = RationalBuilder._bounded(1.0, 0.157, 1e-18, Carry(1e-6, 0.25, 0.0, 1.0))
-    assert carry.length == eighth  # lengths are halvings of each other, whatever the bound
+    known = _bounded(1.0, 0.157, 1e-18, Adaptation(1e-6, 0.25, 0.0, 1.0))
+    assert known.step_fraction == eighth  # lengths are halvings of each other, whatever the bound
 
 
 def test_on_a_linear_fit_they_do() -> None:
@@ -280,11 +325,11 @@ def test_on_a_linear_fit_they_do() -> None:
         r = model(x) - y
         return r.square().mean(), r
 
-    optimizer = KSD(model.parameters(), basis="rational")
+    optimizer = GaussNewtonFlow(model.parameters())
     reports = [optimizer.step(closure) for _ in range(14)]
     falls = [report.search_loss_after / report.search_loss_before for report in reports]
     assert falls[0] == pytest.approx(0.875**2, rel=0.05)
-    resumed = KSD(model.parameters(), basis="rational")
+    resumed = GaussNewtonFlow(model.parameters())
     resumed.load_state_dict(optimizer.state_dict())
     last = resumed.step(closure)
     for fall in (falls[-1], last.search_loss_after / last.search_loss_before):
@@ -296,7 +341,7 @@ def test_what_a_whole_sketch_may_is_not_carried_to_others() -> None:
     torch.manual_seed(0)
     model, x = mlp(3, 8, 1), torch.randn(500, 3, dtype=F64)
     y = (3 * x).sin().sum(1, keepdim=True)
-    optimizer = KSD(model.parameters(), basis=Rational(rows=20))
+    optimizer = GaussNewtonFlow(model.parameters(), rows=20)
     for i in range(12):
         few = slice(0, 6 if i % 2 == 0 else 500)
 
@@ -305,20 +350,90 @@ def test_what_a_whole_sketch_may_is_not_carried_to_others() -> None:
             return r.square().mean(), r
 
         optimizer.step(closure)
-        carried = next(iter(optimizer.state.values()))
-        assert carried["longest"] == 0 if few.stop == 6 else 0.125 <= carried["longest"] <= 0.5
+        longest = numbers_of(optimizer)["longest_fraction"]
+        assert longest == 0 if few.stop == 6 else 0.125 <= longest <= 0.5
 
 
 def test_a_state_with_other_numbers_is_refused() -> None:
-    memory = Memory(3, 0, carry=Carry(1.0, 0.125, 0.0, 1.0, waits=0.1, longest=0.25, fell=0.7))
-    vectors, numbers = memory_parts(memory)
-    assert memory_of(vectors, numbers).carry == memory.carry
-    for key in numbers:
-        with pytest.raises(ValueError, match="not what a KSD remembers"):
-            memory_of(vectors, {name: x for name, x in numbers.items() if name != key})
-        for bad in ("x", True, None, 1 << 64, *((0.5, -1.0) if key in ("iteration", "growths") else ())):
-            with pytest.raises(ValueError, match=f"{key} = .*, which is no number of its kind"):
-                memory_of(vectors, {**numbers, key: bad})
+    fresh = GaussNewtonFlow([nn.Parameter(torch.ones(2))])._fresh(FullBatch())
+    adaptation = Adaptation(1.0, 0.125, 0.0, 1.0, 2, 0.1, 30, 0.25, 0.7)
+    known = replace(fresh, iteration=3, adaptation=adaptation, direction=torch.ones(2))
+    parts = taken_apart(known)
+    again = put_together(fresh, parts)
+    assert again.adaptation == adaptation
+    assert again.iteration == 3
+    assert again.direction is not None
+    assert torch.equal(again.direction, torch.ones(2))
+    assert put_together(fresh, taken_apart(fresh)).adaptation is None
+    for key, value in parts.numbers.items():
+        without = {name: x for name, x in parts.numbers.items() if name != key}
+        with pytest.raises(ValueError, match=f"it has no {key}"):
+            put_together(fresh, parts._replace(numbers=without))
+        whole = type(value) is int
+        for bad in (3,) if isinstance(value, str) else ("x", True, None, 1 << 64, *((0.5, -1) if whole else ())):
+            with pytest.raises(ValueError, match=f"has {key} = .*, which is no"):
+                put_together(fresh, parts._replace(numbers={**parts.numbers, key: bad}))
+
+
+def test_a_run_resumes_from_a_step_that_gathered() -> None:
+    """What it gathered is in its state; without it, the next steps are others."""
+    model, closure, _ = noisy_fit()
+    optimizer = GaussNewtonFlow(model.parameters(), rows=15)
+    while optimizer.step(closure).stop_reason is not StopReason.GATHERING:
+        pass
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    losses = [optimizer.step(closure).search_loss_after for _ in range(12)]
+    assert len(set(losses)) > 1
+    for forget in (False, True):
+        other, again, _ = noisy_fit()
+        other.load_state_dict(saved[0])
+        resumed = GaussNewtonFlow(other.parameters(), rows=15)
+        resumed.load_state_dict(copy.deepcopy(saved[1]))
+        if forget:
+            del resumed.state[next(other.parameters())]["direction"]
+        assert ([resumed.step(again).search_loss_after for _ in range(12)] == losses) != forget
+
+
+@pytest.mark.parametrize("rollback", [True, False])
+def test_a_step_that_raised_the_loss_is_undone_unless_asked_not_to(rollback: bool) -> None:
+    w, x = nn.Parameter(torch.zeros(1, dtype=F64)), torch.ones(40, 1, dtype=F64)
+    target = 1.0
+
+    def closure(batch: Tensor) -> tuple[Tensor, Tensor]:
+        r = batch * w - target
+        return r.square().mean(), r
+
+    optimizer, sets = GaussNewtonFlow([w], rollback=rollback), Subsets(x, batch_size=20, seed=0)
+    optimizer.step(closure, sets)
+    assert w.item() > 0.05
+    target = -10.0  # from where the first step led away
+    assert optimizer.step(closure, sets).accepted is not rollback
+
+
+def test_sets_that_grow_are_refused() -> None:
+    model, x = mlp(3, 4, 1), torch.randn(100, 3, dtype=F64)
+    before = [p.detach().clone() for p in model.parameters()]
+
+    def closure(batch: Tensor) -> tuple[Tensor, Tensor]:
+        r = model(batch) - 1
+        return r.square().mean(), r
+
+    with pytest.raises(ValueError, match=r"sets that grow.*or KSD with Growing"):
+        GaussNewtonFlow(model.parameters()).step(closure, Growing(x, batch_size=50, start=60, seed=0))
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+
+
+def test_states_of_the_other_method_are_refused(tmp_path: Path) -> None:
+    model, closure = pinn()
+    ksd, flow = KSD(model.parameters(), krylov_dim=3), GaussNewtonFlow(model.parameters())
+    ksd.step(closure)
+    flow.step(closure)
+    for one, other in ((ksd, flow), (flow, ksd)):
+        with pytest.raises(ValueError, match=f"one of '{type(other).__name__}'.* is a {type(one).__name__}"):
+            one.load_state_dict(other.state_dict())
+        path = checkpoint.save(tmp_path / "run.safetensors", model, other)
+        with pytest.raises(ValueError, match=f"one of '{type(other).__name__}'.* is a {type(one).__name__}"):
+            checkpoint.load(path, model, one)
 
 
 def test_sketches_grow_where_the_flow_waits_for_rows() -> None:
@@ -333,11 +448,11 @@ def test_sketches_grow_where_the_flow_waits_for_rows() -> None:
         return r.square().mean() + 1e3 * moved, r
 
     def rows(steps: int, **settings: Any) -> list[int]:
-        optimizer = KSD(model.parameters(), basis=Rational(rows=20), **settings)
+        optimizer = GaussNewtonFlow(model.parameters(), rows=20, **settings)
         found = [0]
         for _ in range(steps):
             report = optimizer.step(stuck)
-            found.append(int(optimizer.state[next(model.parameters())]["rows"]))
+            found.append(numbers_of(optimizer)["rows"])
             assert any(f"sketches have {found[-1]}" in note for note in report.notes) == (found[-1] > found[-2])
         return found
 
@@ -365,32 +480,23 @@ def test_rows_that_are_not_finite_are_left_out() -> None:
 def test_memory_that_does_not_fit_is_refused_with_the_remedy() -> None:
     model, closure = pinn()
     n = sum(p.numel() for p in model.parameters())
-    with pytest.raises(ValueError, match=rf"takes {int(6.25 * 400 * n * 8):,} bytes.*Use basis='krylov'"):
-        KSD(model.parameters(), basis="rational", memory_budget=1000).step(closure)
+    with pytest.raises(ValueError, match=rf"takes {int(6.25 * 400 * n * 8):,} bytes.*Use KSD"):
+        GaussNewtonFlow(model.parameters(), memory_budget=1000).step(closure)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"basis": "cubic"}, "basis='cubic'"),
-        ({"basis": "rational", "curvature": "hessian"}, "curvature='hessian'"),
-    ],
+    "arguments",
+    [{"rows": 0}, {"rows": 2.5}, {"momentum": 1.0}, {"momentum": -0.1}, {"memory_budget": -1}, {"weight_decay": -1.0}],
 )
-def test_arguments(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        KSD([nn.Parameter(torch.ones(2))], **arguments)
-
-
-@pytest.mark.parametrize("arguments", [{"rows": 0}, {"rows": 2.5}, {"momentum": 1.0}, {"momentum": -0.1}])
 def test_settings_out_of_range(arguments: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=next(iter(arguments))):
-        Rational(**arguments)
+    with pytest.raises(ValueError, match=f"{next(iter(arguments))}=.*must be"):
+        GaussNewtonFlow([nn.Parameter(torch.ones(2))], **arguments)
 
 
 def test_the_flow_knows_weight_decay() -> None:
     """At the minimum of loss and decay there is nothing to flow to."""
     model, closure, design, y = linear()
-    optimizer = KSD(model.parameters(), basis="rational", weight_decay=0.5)
+    optimizer = GaussNewtonFlow(model.parameters(), weight_decay=0.5)
     for _ in range(200):
         optimizer.step(closure)
     ridge = torch.linalg.solve(design.T @ design / 20 + 0.5 * torch.eye(7, dtype=F64), design.T @ y / 20)
@@ -403,7 +509,7 @@ def test_groups_decay_each_in_its_own_way() -> None:
     model, closure, design, y = linear()
     weight, bias = model.parameters()
     groups = [{"params": [weight], "weight_decay": 0.5}, {"params": [bias], "weight_decay": 0.0}]
-    optimizer = KSD(groups, basis="rational")
+    optimizer = GaussNewtonFlow(groups)
     for _ in range(200):
         optimizer.step(closure)
     c = torch.full((7,), 0.5, dtype=F64)
@@ -424,13 +530,8 @@ def test_groups_decay_each_in_its_own_way() -> None:
             return r.square().mean(), r
 
         groups = [{"params": list(net.parameters()), "weight_decay": 0.0}, {"params": [aside], "weight_decay": decay}]
-        optimizer = KSD(groups, basis=Rational(rows=30))
+        optimizer = GaussNewtonFlow(groups, rows=30)
         for _ in range(30):
             optimizer.step(fit)
         losses.append(float(fit()[0].detach()))
     assert losses[1] < 10 * losses[0]
-
-
-def test_what_the_rational_basis_has_no_use_for_is_refused() -> None:
-    with pytest.raises(ValueError, match="Leave one of the two out"):
-        KSD([nn.Parameter(torch.ones(2))], **{**DEEP, "basis": "rational"})

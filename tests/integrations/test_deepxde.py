@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 import torch
 
-from krylov_descent import KSD, StepReport
+from krylov_descent import KSD, GaussNewtonFlow, StepReport
 from krylov_descent.flow import sketch as sketch_memory
-from krylov_descent.flow.step import RationalBuilder
+from krylov_descent.flow.row_sampling import BatchRows
+from krylov_descent.objective.workspace import Workspace
 
 os.environ.setdefault("DDE_BACKEND", "pytorch")
 dde = pytest.importorskip("deepxde")
@@ -117,7 +118,7 @@ def mixed_terms() -> tuple[Any, list[float]]:
 def test_the_loss_is_that_of_deepxde() -> None:
     reports: list[StepReport] = []
     m, weights = mixed_terms()
-    compile_ksd(m, loss_weights=weights, basis="krylov", on_report=reports.append, verbose=0)
+    compile_ksd(m, loss_weights=weights, method=KSD, on_report=reports.append, verbose=0)
     history, _ = m.train(iterations=6, display_every=1, verbose=0)
     assert [report.loss for report in reports] == pytest.approx([sum(t) for t in history.loss_train[:-1]], rel=1e-13)
     assert reports[-1].search_loss_after < 0.1 * reports[0].loss
@@ -127,44 +128,43 @@ def test_the_loss_is_that_of_deepxde() -> None:
 
 
 def rows_together(optimizer: Any) -> bool:
-    """Whether the rational basis had its rows at the cost of a few gradients, and not by a backward pass each."""
-    builder = optimizer._builder
-    assert isinstance(builder, RationalBuilder)
-    return builder._sketcher.together
+    """Whether the flow had its rows at the cost of a few gradients, and not by a backward pass each."""
+    workspace: Workspace = optimizer._workspace
+    return not workspace.of(BatchRows).refuted
 
 
-def basis_of(m: Any, **arguments: Any) -> str:
-    optimizer: Any = compile_ksd(m, verbose=0, **arguments)
-    return "rational" if isinstance(optimizer._builder, RationalBuilder) else "krylov"
+def method_of(m: Any, **arguments: Any) -> type:
+    return type(compile_ksd(m, verbose=0, **arguments))
 
 
-def test_the_basis_that_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rational one for an equation, and the Krylov basis for what it cannot do, or if it is asked for."""
-    assert basis_of(model()) == "rational"
-    assert basis_of(mixed_terms()[0]) == "rational"
-    assert basis_of(model(), basis="krylov") == "krylov"
+def test_the_method_that_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The flow for an equation, and KSD for what the flow cannot do, or if it is asked for."""
+    assert method_of(model()) is GaussNewtonFlow
+    assert method_of(mixed_terms()[0]) is GaussNewtonFlow
+    assert method_of(model(), method=KSD) is KSD
     for loss in ("mse", "mean squared error", ["MSE", "MSE"]):
-        assert basis_of(model(), loss=loss) == "rational"
+        assert method_of(model(), loss=loss) is GaussNewtonFlow
     for arguments in ({"krylov_dim": 20}, {"curvature": "hessian"}, {"loss": "mean l2 relative error"}):
-        assert basis_of(model(), **arguments) == "krylov"
-    assert basis_of(model(), loss=["MSE", "MAE"]) == "krylov"
-    assert basis_of(model(regularization=["l2", 1e-4])) == "rational"
-    assert basis_of(model(regularization=["l1", 1e-4])) == "krylov"  # it passes by the residuals
+        assert method_of(model(), **arguments) is KSD
+    assert method_of(model(), loss=["MSE", "MAE"]) is KSD
+    assert method_of(model(regularization=["l2", 1e-4])) is GaussNewtonFlow
+    assert method_of(model(regularization=["l1", 1e-4])) is KSD  # it passes by the residuals
     x = np.linspace(0, 1, 5)[:, None]
-    assert basis_of(dde.Model(dde.data.DataSet(x, x, x, x), network())) == "krylov"
+    assert method_of(dde.Model(dde.data.DataSet(x, x, x, x), network())) is KSD
     room = int(6.25 * 400 * 8 * sum(p.numel() for p in model().net.parameters()))
-    assert basis_of(model(), memory_budget=room) == "rational"
-    assert basis_of(model(), memory_budget=room - 1) == "krylov"
+    assert method_of(model(), memory_budget=room) is GaussNewtonFlow
+    assert method_of(model(), memory_budget=room - 1) is KSD
     monkeypatch.setattr(sketch_memory, "at_hand", lambda device: room)  # not all of it may be taken
-    assert basis_of(model()) == "krylov"
-    assert basis_of(model(), basis="rational") == "rational"
+    assert method_of(model()) is KSD
+    assert method_of(model(), method=GaussNewtonFlow) is GaussNewtonFlow
+    assert method_of(model(), rows=300) is GaussNewtonFlow
     monkeypatch.setattr(sketch_memory, "at_hand", lambda device: 2 * room)
-    assert basis_of(model()) == "rational"
+    assert method_of(model()) is GaussNewtonFlow
     dde.config.set_default_float("float32")
-    assert basis_of(model()) == "krylov"
+    assert method_of(model()) is KSD
 
 
-def test_what_speaks_against_the_rational_basis_is_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_speaks_against_the_flow_is_said(caplog: pytest.LogCaptureFixture) -> None:
     m = model()
     m.net.linears[1] = torch.nn.utils.parametrizations.weight_norm(m.net.linears[1])
     compile_ksd(m, verbose=0)
@@ -174,24 +174,24 @@ def test_what_speaks_against_the_rational_basis_is_said(caplog: pytest.LogCaptur
     compile_ksd(model(), verbose=0)
     assert "float64" not in caplog.text
     compile_ksd(model(), verbose=1)
-    assert "KSD takes basis='krylov': basis='rational' was ahead in float64" in caplog.text
+    assert "KSD is taken: GaussNewtonFlow was ahead in float64" in caplog.text
 
 
 @pytest.mark.parametrize("precision", ["float32", "float64"])
-def test_the_rational_basis(precision: str) -> None:
+def test_the_flow(precision: str) -> None:
     dde.config.set_default_float(precision)
     m = model()
-    optimizer = compile_ksd(m, loss_weights=[1, 100], basis="rational", verbose=0)
+    optimizer = compile_ksd(m, loss_weights=[1, 100], method=GaussNewtonFlow, verbose=0)
     m.train(iterations=30, display_every=30, verbose=0)
     assert error(m) < (1e-2 if precision == "float32" else 1e-4)
     assert rows_together(optimizer)
 
 
-def test_the_rational_basis_with_all_kinds_of_terms() -> None:
+def test_the_flow_with_all_kinds_of_terms() -> None:
     """Points of all terms go through the network in one call; a periodic residual is of two of them."""
     reports: list[StepReport] = []
     m, weights = mixed_terms()
-    optimizer = compile_ksd(m, loss_weights=weights, basis="rational", on_report=reports.append, verbose=0)
+    optimizer = compile_ksd(m, loss_weights=weights, method=GaussNewtonFlow, on_report=reports.append, verbose=0)
     m.train(iterations=40, display_every=40, verbose=0)
     assert reports[-1].search_loss_after < 0.1 * reports[0].loss
     assert rows_together(optimizer)
@@ -200,7 +200,7 @@ def test_the_rational_basis_with_all_kinds_of_terms() -> None:
 def test_steps_are_those_of_a_closure_written_by_hand() -> None:
     m = model()
     start = {name: p.clone() for name, p in m.net.state_dict().items()}
-    compile_ksd(m, loss_weights=[2, 50], basis="krylov", verbose=0)
+    compile_ksd(m, loss_weights=[2, 50], method=KSD, verbose=0)
     m.train(iterations=3, display_every=1, verbose=0)
     by_hand = network()
     by_hand.load_state_dict(start)
@@ -243,25 +243,25 @@ def inverse() -> tuple[Any, torch.Tensor]:
     return dde.Model(data, network()), c
 
 
-@pytest.mark.parametrize(("basis", "iterations"), [("krylov", (6, 9)), ("rational", (60, 20))])
-def test_inverse_problem_and_exact_resume(basis: Any, iterations: tuple[int, int], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("method", "iterations"), [(KSD, (6, 9)), (GaussNewtonFlow, (60, 20))])
+def test_inverse_problem_and_exact_resume(method: Any, iterations: tuple[int, int], tmp_path: Path) -> None:
     whole, c = inverse()
-    optimizer = compile_ksd(whole, external_trainable_variables=c, loss_weights=[1, 100], basis=basis, verbose=0)
+    optimizer = compile_ksd(whole, external_trainable_variables=c, loss_weights=[1, 100], method=method, verbose=0)
     whole.train(iterations=iterations[0], display_every=100, verbose=0)
     path = whole.save(str(tmp_path / "model"))
     whole.train(iterations=iterations[1], display_every=100, verbose=0)
-    assert c.item() == pytest.approx(np.pi**2, rel=1e-3 if basis == "krylov" else 1e-2)
-    assert basis == "krylov" or rows_together(optimizer)
+    assert c.item() == pytest.approx(np.pi**2, rel=1e-3 if method is KSD else 1e-2)
+    assert method is KSD or rows_together(optimizer)
 
     resumed, again = inverse()
-    compile_ksd(resumed, external_trainable_variables=[again], loss_weights=[1, 100], basis=basis, verbose=0)
+    compile_ksd(resumed, external_trainable_variables=[again], loss_weights=[1, 100], method=method, verbose=0)
     resumed.train(iterations=iterations[1], display_every=100, model_restore_path=path, verbose=0)
     assert torch.equal(again, c)
     for p, q in zip(whole.net.parameters(), resumed.net.parameters(), strict=True):
         assert torch.equal(p, q)
 
     without, _ = inverse()
-    compile_ksd(without, basis=basis, verbose=0)
+    compile_ksd(without, method=method, verbose=0)
     with pytest.raises(ValueError, match="external_trainable_variables"):
         without.restore(path)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from krylov_descent import DEEP, KSD, Growing, StepReport, Subsets
+from krylov_descent import DEEP, KSD, GaussNewtonFlow, Growing, StepReport, Subsets
 
 pytest.importorskip("lightning")
 
@@ -183,6 +183,21 @@ def test_full_batch_in_float64(tmp_path: Path) -> None:
     assert model.settlement is None
 
 
+class Flow(Net):
+    def configure_optimizers(self) -> Any:
+        return GaussNewtonFlow(self.parameters())
+
+
+def test_the_flow_goes_as_in_a_plain_loop(tmp_path: Path) -> None:
+    fitted, plain = Flow(), Flow().double().eval()
+    fit = trainer(tmp_path, max_steps=6, precision="64-true")
+    fit.fit(fitted, DataLoader(TensorDataset(*wave(100)), batch_size=100))
+    optimizer, batch = GaussNewtonFlow(plain.parameters()), tuple(x.double() for x in wave(100))
+    reports = [optimizer.step(lambda: plain.loss_and_outputs(batch)) for _ in range(6)]
+    assert [r.loss for r in fitted.reports] == [r.loss for r in reports]
+    assert reports[-1].loss < 0.3 * reports[0].loss
+
+
 def test_sets_in_float64(tmp_path: Path) -> None:
     model = Net()
     trainer(tmp_path, max_steps=2, precision="64-true").fit(model, StepsLoader(sets()))
@@ -213,7 +228,7 @@ class Scheduled(Net):
         (Net, {"gradient_clip_val": 0.5}, r"gradient_clip_val=0\.5.*no gradient to clip"),
         (Net, {"accumulate_grad_batches": 2}, r"accumulate_grad_batches=2.*micro-batches"),
         (Net, {"precision": "bf16-mixed"}, r"precision='bf16-mixed'.*torch\.autocast around it inside"),
-        (Adam, {}, r"returned Adam; KSDModule needs one KSD"),
+        (Adam, {}, r"returned Adam; KSDModule needs one KSD\(...\) or GaussNewtonFlow"),
         (Scheduled, {}, r"returned a scheduler; KSD has no learning rate"),
     ],
 )

@@ -33,10 +33,11 @@ from pina.problem import InverseProblem, SpatialProblem
 from pina.solver import GradientPhysicsInformedSingleModelSolver, RBAPhysicsInformedSingleModelSolver
 from pina.weighting import ScalarWeighting, SelfAdaptiveWeighting
 
-from krylov_descent import KSD, StepReport
+from krylov_descent import KSD, GaussNewtonFlow, StepReport
 from krylov_descent.flow import sketch as sketch_memory
-from krylov_descent.flow.step import RationalBuilder
+from krylov_descent.flow.row_sampling import BatchRows
 from krylov_descent.integrations.pina import KSDPINN, KSDSolver, KSDSupervisedSolver
+from krylov_descent.objective.workspace import Workspace
 
 pytestmark = [
     # Lightning 2.6 with torch 2.13.
@@ -166,41 +167,40 @@ def inverse(**arguments: Any) -> KSDPINN:
 
 
 def rows_together(solver: Any) -> bool:
-    """Whether the rational basis had its rows at the cost of a few gradients, and not by a backward pass each."""
-    builder = solver.optimizer.instance._builder
-    assert isinstance(builder, RationalBuilder)
-    return builder._sketcher.together
+    """Whether the flow had its rows at the cost of a few gradients, and not by a backward pass each."""
+    workspace: Workspace = solver.optimizer.instance._workspace
+    return not workspace.of(BatchRows).refuted
 
 
-def basis_of(solver: Any) -> str:
+def method_of(solver: Any) -> type:
     solver.configure_optimizers()
-    return "rational" if isinstance(solver.optimizer.instance._builder, RationalBuilder) else "krylov"
+    return type(solver.optimizer.instance)
 
 
-def test_the_basis_that_is_taken(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """The rational one for squared residuals in float64, if it fits; and the Krylov basis elsewhere."""
-    assert basis_of(KSDPINN(poisson(), network())) == "krylov"
-    assert "KSD takes basis='krylov': basis='rational' was ahead in float64" in caplog.text
-    rational_one = KSDPINN(poisson(), network())
-    rational_one.double()  # as Trainer(precision="64-true") does, when the solver is there already
-    assert basis_of(rational_one) == "rational"
-    assert basis_of(KSDPINN(poisson(), network().double(), optimizer=TorchOptimizer(KSD, krylov_dim=9))) == "krylov"
-    assert basis_of(KSDPINN(poisson(), network().double(), loss=torch.nn.L1Loss())) == "krylov"
+def test_the_method_that_is_taken(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """The flow for squared residuals in float64, if it fits; and KSD elsewhere."""
+    solver = KSDPINN(poisson(), network())
+    assert method_of(solver) is KSD
+    assert "KSD is taken: GaussNewtonFlow was ahead in float64" in caplog.text
+    solver.double()  # as Trainer(precision="64-true") does, when the solver is there already
+    assert method_of(solver) is GaussNewtonFlow
+    assert method_of(KSDPINN(poisson(), network().double(), optimizer=TorchOptimizer(KSD, krylov_dim=9))) is KSD
+    assert method_of(KSDPINN(poisson(), network().double(), loss=torch.nn.L1Loss())) is KSD
     monkeypatch.setattr(sketch_memory, "at_hand", lambda device: 1 << 20)
-    assert basis_of(KSDPINN(poisson(), network().double())) == "krylov"
+    assert method_of(KSDPINN(poisson(), network().double())) is KSD
 
 
-def test_the_rational_basis() -> None:
+def test_the_flow() -> None:
     weighting = ScalarWeighting({"left": 10.0, "right": 10.0, "D": 1.0})
-    optimizer = TorchOptimizer(KSD, basis="rational")
+    optimizer = TorchOptimizer(GaussNewtonFlow)
     solver = KSDPINN(poisson(), network(), optimizer=optimizer, weighting=weighting)
     train(solver, 60)
     assert error(solver) < 1e-2
     assert rows_together(solver)
 
 
-def test_an_inverse_problem_with_the_rational_basis() -> None:
-    solver = inverse(optimizer=TorchOptimizer(KSD, basis="rational"))
+def test_an_inverse_problem_with_the_flow() -> None:
+    solver = inverse(optimizer=TorchOptimizer(GaussNewtonFlow))
     train(solver, 60)
     assert solver.problem.unknown_parameters["c"].item() == pytest.approx(torch.pi**2, rel=5e-2)
     assert rows_together(solver)

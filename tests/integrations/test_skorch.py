@@ -28,6 +28,7 @@ from sklearn.preprocessing import StandardScaler
 from skorch.callbacks import Checkpoint, EarlyStopping, EpochScoring, LoadInitState
 from torch.utils.data import WeightedRandomSampler
 
+from krylov_descent import GaussNewtonFlow
 from krylov_descent.integrations.skorch import KSDBinaryClassifier, KSDClassifier, KSDNet, KSDRegressor
 
 Data = tuple[np.ndarray[Any, np.dtype[np.float32]], np.ndarray[Any, np.dtype[np.int64]]]
@@ -107,6 +108,15 @@ def test_regression_and_one_logit(rings: Data) -> None:
     assert regressor.score(X, target) > 0.95
     binary = KSDBinaryClassifier(Net, module__outputs=1, max_epochs=5, verbose=0).fit(X, y.astype(np.float32))
     assert binary.score(X, y) > 0.95
+
+
+def test_the_flow_in_place_of_ksd(rings: Data) -> None:
+    X, _ = rings
+    target = X[:, :1] * X[:, 1:]
+    flow: dict[str, Any] = {"optimizer": GaussNewtonFlow, "optimizer__rows": 60}
+    net = KSDRegressor(Net, module__outputs=1, max_epochs=30, verbose=0, train_split=None, **flow).fit(X, target)
+    assert net.score(X, target) > 0.9
+    assert {report["krylov_dim"] for report in net.reports_} == {0}
 
 
 def test_sample_weights_leave_out_what_has_none(rings: Data) -> None:

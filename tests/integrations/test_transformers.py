@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from krylov_descent import KSD, StepReport, Subsets
+from krylov_descent import KSD, GaussNewtonFlow, StepReport, Subsets
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -126,6 +126,16 @@ def test_models_learn(tmp_path: Path, model: Any, data: Any, factor: float) -> N
     reports: list[StepReport] = []
     made = trainer(tmp_path, model(), arguments={"max_steps": 6}, train_dataset=data(), on_report=reports.append)
     assert made.train().metrics["settled_loss"] < factor * reports[0].loss
+
+
+def test_the_flow_in_place_of_ksd(tmp_path: Path) -> None:
+    """It draws rows of the cross-entropy's curvature, sample by sample."""
+    reports: list[StepReport] = []
+    flow = {"optimizer_cls_and_kwargs": (GaussNewtonFlow, {"rows": 50}), "train_dataset": parity()}
+    made = trainer(tmp_path, bert(), arguments={"max_steps": 4}, on_report=reports.append, **flow)
+    assert made.train().metrics["settled_loss"] < 0.9 * reports[0].loss
+    assert {report.krylov_dim for report in reports} == {0}
+    assert made._ksd.state_dict()["krylov_descent"]["optimizer"] == "GaussNewtonFlow"
 
 
 def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path) -> None:

@@ -15,9 +15,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from experiments.curves import curves
-from experiments.losses import cross_entropy
-from experiments.networks import autoencoder
+from experiments.supervised.curves import curves
+from experiments.supervised.losses import cross_entropy
+from experiments.supervised.networks import autoencoder
 from torch import Tensor, nn
 
 from krylov_descent import KSD, PAPER, Fisher, Search, Storage, Subsets

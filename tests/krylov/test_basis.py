@@ -7,14 +7,14 @@ import torch
 from torch import Tensor
 
 from krylov_descent.distributed import SingleProcess
-from krylov_descent.krylov.basis import Subspace, krylov_basis, shortest_basis
+from krylov_descent.krylov.orthonormal_basis import Subspace, krylov_basis, shortest_basis
 from krylov_descent.krylov.search import whiten
-from krylov_descent.vectors.storage import Rows
+from krylov_descent.vectors.storage import BasisStorage
 from tests import reference
 
 
 def build(H: Tensor, D: Tensor, g: Tensor, d_prev: Tensor | None, K: int) -> Subspace:
-    return krylov_basis(lambda v: H @ v, lambda w: w / D, g, d_prev, K, Rows(K + 1, g), SingleProcess())
+    return krylov_basis(lambda v: H @ v, lambda w: w / D, g, d_prev, K, BasisStorage(K + 1, g), SingleProcess())
 
 
 def setup(P: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -118,7 +118,7 @@ def test_products_that_are_not_finite_are_left_out() -> None:
         calls.append(v)
         return H @ v if len(calls) in (1, 2, 4) else v * torch.nan
 
-    buffer = Rows(6, g)
+    buffer = BasisStorage(6, g)
     subspace = krylov_basis(product, lambda w: w / D, g, d_prev, 5, buffer, SingleProcess())
     assert (subspace.krylov_dim, subspace.V.m, subspace.finite) == (2, 3, False)
     assert bool(subspace.H.isfinite().all())
@@ -132,7 +132,7 @@ def test_one_krylov_vector_has_its_curvature_at_once(previous: str) -> None:
     H, D, g, d_prev = setup(20)
     d = {"another": d_prev, "the same direction": 3 * g / D, "none": None}[previous]
     by_products = build(H, D, g.clone(), d, 1)
-    V = Rows(2, g)
+    V = BasisStorage(2, g)
     steps = [] if d is None else [d]
     at_once = shortest_basis(lambda V: V.tensor() @ H @ V.tensor().T, lambda w: w / D, g, steps, V, SingleProcess())
     assert at_once is not None
@@ -146,7 +146,7 @@ def test_several_previous_steps_and_what_is_of_no_use_among_them() -> None:
     generator = torch.Generator().manual_seed(5)
     another = torch.randn(20, generator=generator, dtype=g.dtype)
     steps = [d_prev, 2 * d_prev - g / D, torch.zeros_like(g), another, another * torch.inf]
-    V = Rows(6, g)
+    V = BasisStorage(6, g)
     found = shortest_basis(lambda V: V.tensor() @ H @ V.tensor().T, lambda w: w / D, g, steps, V, SingleProcess())
     assert found is not None
     assert (found.krylov_dim, V.m, found.finite) == (1, 3, False)
@@ -159,7 +159,7 @@ def test_several_previous_steps_and_what_is_of_no_use_among_them() -> None:
 
 def test_one_krylov_vector_without_a_finite_curvature_is_left_to_products() -> None:
     H, D, g, d_prev = setup(20)
-    V = Rows(2, g)
+    V = BasisStorage(2, g)
     nothing = shortest_basis(
         lambda V: torch.full((V.m, V.m), torch.nan), lambda w: w / D, g, [d_prev], V, SingleProcess()
     )

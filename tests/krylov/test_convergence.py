@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from experiments.curves import curves
+from experiments.supervised.curves import curves
 
 from tests.krylov.convergence import SEEDS, ksd, lbfgs
 

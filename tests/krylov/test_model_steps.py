@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from krylov_descent import DEEP, KSD, Growing, Search, StopReason, Subsets
+from krylov_descent import DEEP, KSD, Growing, ModelSearch, StopReason, Subsets
 from tests.samples.test_growing import F64, closure_of, network, regression, steps, theta
 
 
@@ -49,7 +49,7 @@ def test_where_the_model_is_wrong_on_C_the_loss_is_searched_there() -> None:
         return torch.log(torch.cosh(z)).mean(), z
 
     sets = Subsets(x, batch_size=40, fraction=0.25, seed=0)
-    report = KSD([w], search=Search(model=0.5), krylov_dim=1, preconditioner=None).step(closure, sets)
+    report = KSD([w], search=ModelSearch(agreement=0.5), krylov_dim=1, preconditioner=None).step(closure, sets)
     assert report.stop_reason is not StopReason.MODEL
     (batch,) = sets.draw(0, krylov_dim=1).c
     with torch.no_grad():
@@ -65,11 +65,11 @@ def test_where_the_model_is_wrong_the_loss_is_searched() -> None:
     def closure() -> tuple[Tensor, Tensor]:  # the first Newton step overshoots to where the loss is higher
         return torch.log(torch.cosh(5 * w)).sum(), w
 
-    report = KSD([w], search=Search(model=0.5), krylov_dim=1).step(closure)
+    report = KSD([w], search=ModelSearch(agreement=0.5), krylov_dim=1).step(closure)
     assert report.stop_reason is not StopReason.MODEL
     assert report.search_loss_after < report.search_loss_before
-    with pytest.raises(ValueError, match=r"Search\(model=2\): must be in"):
-        Search(model=2)
+    with pytest.raises(ValueError, match=r"ModelSearch\(agreement=2\): must be in"):
+        ModelSearch(agreement=2)
 
 
 def test_the_model_of_several_krylov_vectors_has_the_slope_of_A() -> None:
@@ -77,7 +77,7 @@ def test_the_model_of_several_krylov_vectors_has_the_slope_of_A() -> None:
     x, y = regression(400, 0.5)
     model = nn.Linear(12, 2).double()
     before, sets = theta(model), Subsets((x, y), batch_size=400, fraction=0.25, seed=0)
-    optimizer = KSD(model.parameters(), krylov_dim=4, preconditioner=None, search=Search(model=0.01))
+    optimizer = KSD(model.parameters(), krylov_dim=4, preconditioner=None, search=ModelSearch(agreement=0.01))
     report = optimizer.step(closure_of(model), sets)
     assert report.stop_reason is StopReason.MODEL
     ((b, _),) = [batch.data for batch in sets.draw(0, krylov_dim=4).b]

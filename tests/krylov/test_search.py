@@ -1,27 +1,28 @@
-"""Algorithm 3, lines 7-12, and the protocols that other bases and preconditioners will use."""
+"""Algorithm 3, lines 7-12, and the seams that subspaces, searches and preconditioners from outside use."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from krylov_descent import KSD, Search, StopReason
-from krylov_descent.distributed import Comm, SingleProcess
-from krylov_descent.krylov.basis import Subspace, Turn
-from krylov_descent.krylov.candidates import Carry, Family, Starts
-from krylov_descent.krylov.memory import Memory
-from krylov_descent.krylov.search import search_subspace, whiten
-from krylov_descent.krylov.step import Settings, ksd_step
+from krylov_descent import KSD, Search, StopReason, Subsets
+from krylov_descent.distributed import SingleProcess
+from krylov_descent.krylov.orthonormal_basis import Subspace
+from krylov_descent.krylov.search import LossOnLines, SearchStart, SubspaceSearch, whiten
+from krylov_descent.krylov.subspace import SubspaceBuilder
 from krylov_descent.objective.closure import Evaluation
-from krylov_descent.objective.objective import Objective
-from krylov_descent.samples.subsets import FullBatch, Microbatch
-from krylov_descent.vectors.parameters import ParameterVector
-from krylov_descent.vectors.storage import Rows
+from krylov_descent.objective.objective import Objective, Statistics
+from krylov_descent.preconditioners.interface import Preconditioner, Solve, Solved
+from krylov_descent.samples.interface import StepKey
+from krylov_descent.stepping.gradient_pass import GradientPass
+from krylov_descent.stepping.search_result import SearchResult
+from krylov_descent.vectors.storage import BasisStorage
 
 F64 = torch.float64
 
@@ -35,7 +36,7 @@ def quadratic_at(minimum: Tensor, bad: Callable[[Tensor], bool]) -> Callable[[Te
     return evaluate
 
 
-class PlainWalk:
+class PlainLines:
     """Lines of a function of d, evaluated anew at every point."""
 
     def __init__(self, evaluate: Callable[[Tensor], tuple[float, Tensor]], n: int) -> None:
@@ -61,65 +62,44 @@ class PlainWalk:
         return self.g
 
 
-def starting(c: Tensor | None) -> Starts | None:
-    """One start."""
-    carry = Carry(1.0, 1.0, 0.0, 1.0)
-    return None if c is None else Starts((Family(c[None], 0, (carry,)),), carry)
+PLANE = Subspace(BasisStorage.of(torch.eye(2, dtype=F64)), torch.eye(2, dtype=F64), 2, 0.0)
 
 
-@pytest.mark.parametrize("start", [None, [0.9, -0.9], [50.0, 0.0], [-5.0, 5.0]])
-def test_a_starting_point_is_used_only_if_it_is_better(start: list[float] | None) -> None:
-    """[50, 0] is higher than the point of rest and [-5, 5] is not finite."""
-    V, H = torch.eye(2, dtype=F64), torch.eye(2, dtype=F64)
-    offered = None if start is None else torch.tensor(start, dtype=F64)
+@pytest.mark.parametrize("known", [True, False])
+def test_the_minimum_is_found_round_a_region_that_is_not_finite(known: bool) -> None:
+    """What is known at the start is not evaluated again."""
     minimum = torch.tensor([1.0, -1.0], dtype=F64)
     calls = []
 
     def evaluate(d: Tensor) -> tuple[float, Tensor]:
         calls.append(d.clone())
-        return quadratic_at(minimum, lambda d: float(d[0]) < -2)(d)
+        return quadratic_at(minimum, lambda d: float(d[0]) > 1.2)(d)
 
-    found = search_subspace(
-        PlainWalk(evaluate, 2), Subspace(Rows.of(V), H, 2, 0.0, starting(offered)), Search(), 1e-15, SingleProcess()
-    )
+    at_zero = (2.0, -2 * minimum) if known else None
+    options = Search()
+    found = options.minimise(PlainLines(evaluate, 2), PLANE, SearchStart(1e-15, SingleProcess(), at_zero), None)
     assert found.before == 2.0
+    assert found.after < 1e-12
     assert found.d is not None
-    if start == [0.9, -0.9]:  # taken as it is
-        assert offered is not None
-        torch.testing.assert_close(found.d, offered)
-    else:
-        assert found.after < 1e-12
-        torch.testing.assert_close(found.d, minimum)
+    torch.testing.assert_close(found.d, minimum)
+    torch.testing.assert_close(torch.tensor(found.coefficients, dtype=F64), minimum)
     assert found.evaluations == len(calls)
-    assert not calls[0].any()
-    if start is not None:
-        torch.testing.assert_close(calls[1], offered)
+    assert bool(calls[0].any()) == known
 
 
 def test_only_nan_around() -> None:
-    subspace = Subspace(
-        Rows.of(torch.eye(2, dtype=F64)),
-        torch.eye(2, dtype=F64),
-        2,
-        0.0,
-        starting(torch.tensor([2.0, 0.0], dtype=F64)),
-    )
     evaluate = quadratic_at(torch.ones(2, dtype=F64), lambda d: bool(d.any()))
-    found = search_subspace(PlainWalk(evaluate, 2), subspace, Search(), 1e-15, SingleProcess())
+    found = Search().minimise(PlainLines(evaluate, 2), PLANE, SearchStart(1e-15, SingleProcess()), None)
     assert found.d is None
     assert found.after == found.before == 2.0
     assert found.stop_reason in (StopReason.NON_FINITE, StopReason.NOISE)
 
 
-class Halving:
-    """A preconditioner from outside: counts what it is shown and halves every vector."""
+class Shown:
+    """Statistics from outside: count the micro-batches that they are shown."""
 
     def __init__(self) -> None:
         self.batches = 0
-
-    def start(self, objective: Objective, *key: int) -> Halving:
-        assert key == (0, 0, 0)
-        return self
 
     @contextmanager
     def watch(self) -> Iterator[None]:
@@ -136,51 +116,110 @@ class Halving:
         self.batches += 1
         return 0.25
 
-    def solver(self, comm: Comm) -> Callable[[Tensor], Tensor]:
-        return lambda w: w / 2
+
+@dataclass(frozen=True)
+class HalvingState:
+    """How often it was asked, and a tensor that is no vector of parameters."""
+
+    asked: int = 0
+    seen: Tensor | None = None
+
+
+class Halving(Preconditioner):
+    """A preconditioner from outside: halves every vector, and remembers how many micro-batches it was shown."""
+
+    name = "halving"
+
+    def init(self) -> HalvingState:
+        return HalvingState()
+
+    def gather(self, objective: Objective, key: StepKey) -> Statistics | None:
+        assert key.seed == 0
+        return Shown()
+
+    def solve(self, at: GradientPass, state: HalvingState, noise: float) -> Solved:
+        assert noise == 1.0
+        seen = torch.tensor([at.gathered.batches, state.asked])
+        return Solved(lambda w: w / 2, HalvingState(state.asked + 1, seen), self.name, ("Halved.",))
 
 
 def test_a_preconditioner_from_outside() -> None:
     w = nn.Parameter(torch.ones(4, dtype=F64))
-    mine = Halving()
-    report = KSD([w], preconditioner=mine).step(lambda: (w.square().mean(), w))
-    assert mine.batches == 1
+    optimizer = KSD([w], preconditioner=Halving())
+    report = optimizer.step(lambda: (w.square().mean(), w))
     assert report.preconditioner == "halving"
+    assert report.notes == ("Halved.",)
     assert report.search_loss_after < 1e-20
+    entry = optimizer.state[w]
+    assert entry["numbers"]["preconditioner.asked"] == 1
+    assert entry["tensors"]["preconditioner.seen"].tolist() == [1, 0]
+    with torch.no_grad():
+        w.add_(1)
+    optimizer.step(lambda: (w.square().mean(), w))
+    assert optimizer.state[w]["tensors"]["preconditioner.seen"].tolist() == [1, 1]
+
+
+class Steepest(SubspaceBuilder):
+    """A builder from outside: the gradient alone, as if the curvature along it were one."""
+
+    krylov_dim = 1
+
+    def build(self, at: GradientPass, solve: Solve, state: Any) -> Subspace:
+        g = at.take_gradient()
+        return Subspace(BasisStorage.of((g / at.grad_norm)[None]), torch.ones(1, 1, dtype=F64), 1, 0.0)
 
 
 def test_a_builder_from_outside() -> None:
-    """The gradient alone, with a starting point: steepest descent in a subspace of one."""
-
-    def steepest(
-        objective: Objective,
-        batches: Sequence[Microbatch],
-        precondition: Callable[[Tensor], Tensor],
-        g: Tensor,
-        d_prev: Tensor | None,
-        turn: Turn,
-    ) -> Subspace:
-        length = float(g.norm())
-        return Subspace(
-            Rows.of((g / length)[None]),
-            torch.ones(1, 1, dtype=F64),
-            1,
-            0.0,
-            starting(torch.tensor([-length], dtype=F64)),
-        )
-
     w = nn.Parameter(torch.tensor([3.0, 4.0], dtype=F64))
-
-    def closure(_: Any) -> tuple[Tensor, Tensor]:
-        return w.square().mean(), w
-
-    objective = Objective(closure, ParameterVector([{"params": [w], "weight_decay": 0.0}]), SingleProcess())
-    settings = Settings(steepest, None, Search(), "step", rollback=True)
-    report, memory = ksd_step(objective, lambda growth: FullBatch(), Memory(0, 0), settings)
+    optimizer = KSD([w], subspace=Steepest(), preconditioner=None)
+    report = optimizer.step(lambda: (w.square().mean(), w))
     assert report.search_loss_after < 1e-20
-    assert memory.iteration == 1
-    assert memory.d_prev is not None
-    torch.testing.assert_close(memory.d_prev, torch.tensor([-3.0, -4.0], dtype=F64))
+    assert report.krylov_dim == 1
+    torch.testing.assert_close(optimizer.state[w]["last_step"], torch.tensor([-3.0, -4.0], dtype=F64))
+    with pytest.raises(ValueError, match="There is no basis"):
+        optimizer.basis()
+
+
+@dataclass(frozen=True)
+class Length:
+    """Of the next step."""
+
+    length: float = 1.0
+
+
+class Backtracking(SubspaceSearch):
+    """A search from outside: halves a step along the model's minimum until the loss falls, and begins there next."""
+
+    needs_gradient = True
+
+    def init(self) -> Length:
+        return Length()
+
+    def minimise(self, lines: LossOnLines, subspace: Subspace, start: SearchStart, state: Length) -> SearchResult:
+        assert start.gradient is not None
+        p = -subspace.V.combine(torch.linalg.solve(subspace.H, subspace.V.dots(start.gradient)))
+        before, length, tried = lines.value(), state.length, 1
+        while (after := lines.value(length * p)) >= before:
+            length, tried = length / 2, tried + 1
+        found = SearchResult(length * p, before, after, 0, tried + 1, StopReason.MODEL, exact=True)
+        return replace(found, state=Length(length))
+
+
+def test_a_search_from_outside() -> None:
+    w = nn.Parameter(torch.full((3,), 2.0, dtype=F64))
+    sets = Subsets(torch.linspace(1, 2, 40, dtype=F64)[:, None], batch_size=40, fraction=0.25, seed=0)
+
+    def closure(batch: Tensor) -> tuple[Tensor, Tensor]:  # the first Newton step overshoots to where the loss is higher
+        z = 5 * batch * w
+        return torch.log(torch.cosh(z)).mean(), z
+
+    optimizer = KSD([w], krylov_dim=2, preconditioner=None, search=Backtracking())
+    report = optimizer.step(closure, sets)
+    assert report.search_loss_after < report.search_loss_before
+    length = optimizer.state[w]["numbers"]["search.length"]
+    assert 0 < length < 1
+    report = optimizer.step(closure, sets)
+    assert optimizer.state[w]["numbers"]["search.length"] <= length
 
 
 def test_the_floor_of_an_all_negative_matrix_is_that_of_its_largest_magnitude() -> None:

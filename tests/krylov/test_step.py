@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import krylov_descent
 from krylov_descent import KSD, Fisher, Search, StopReason, Subsets
 from krylov_descent.distributed import SingleProcess
+from krylov_descent.krylov.subspace import BasisBuffer
 from krylov_descent.objective.objective import Objective, relative_noise
 from krylov_descent.samples.subsets import Microbatch
 from krylov_descent.vectors.parameters import ParameterVector
@@ -81,7 +82,8 @@ def test_three_steps_equal_the_naive_transcription() -> None:
     for i in range(steps):
         before = vector.read()
         report = optimizer.step(problem.closure, sets)
-        V = optimizer._settings.builder._V  # type: ignore[attr-defined]
+        V = optimizer._workspace.of(BasisBuffer).V
+        assert V is not None
         assert report.krylov_dim == K
         naive = bases[i]
         # The same vectors, the previous step in their span, and the same reduced Hessian.

@@ -7,6 +7,7 @@ import itertools
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,14 +18,24 @@ from torch import Tensor, nn
 from krylov_descent.curvature import output_roots as random_root
 from krylov_descent.distributed import SingleProcess
 from krylov_descent.objective.objective import Objective
-from krylov_descent.preconditioners import statistics as kronecker_factors
-from krylov_descent.preconditioners.kronecker import Factors, Kronecker, KroneckerPreconditioner
+from krylov_descent.preconditioners import statistics
+from krylov_descent.preconditioners.kronecker import Kronecker, KroneckerState
+from krylov_descent.preconditioners.kronecker_blocks import (
+    AnyBlock,
+    DiagonalBlock,
+    FactoredBlock,
+    LayerBlock,
+    PulledBlock,
+    TableBlock,
+)
 from krylov_descent.samples.subsets import Microbatch
+from krylov_descent.state import taken_apart
 from krylov_descent.vectors.parameters import ParameterVector
 from tests.least_squares import F64, dense, pinn
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 WHOLE = [Microbatch(None, None)]
+NEW: KroneckerState = Kronecker().init()
 
 
 def objective_of(params: Sequence[Tensor] | nn.Module, closure: Callable[[Any], Any], decay: float = 0.0) -> Objective:
@@ -80,47 +91,77 @@ def units(z: Tensor) -> Iterator[Tensor]:
         yield e.view(z.shape)
 
 
-def expected(objective: Objective, outputs: Tensor, monkeypatch: pytest.MonkeyPatch) -> dict[str, Tensor]:
+def expected(objective: Objective, outputs: Tensor, monkeypatch: pytest.MonkeyPatch) -> dict[int, AnyBlock]:
     """The exact mean of the statistics over signs: their sum with each unit vector in place of signs.
 
     Factors are quadratic in s, so that E over signs is the trace of that quadratic form.
     """
-    total: dict[str, Tensor] = {}
-    _, signed = Kronecker().prepare().refresh(objective, WHOLE, None, (0,))  # inputs of what has influence: all of it
+    total = dict(refreshed(objective)[1].blocks)  # inputs of what has influence: all of it
+    found = []
     for e in units(outputs):
         monkeypatch.setattr(random_root, "keyed_signs", lambda key, position, z, e=e: e)
-        _, factors = Kronecker().prepare().refresh(objective, WHOLE, None, (0,))
-        for name, x in factors.items():
-            number = name.partition(".")[0]
-            if name.endswith(".inputs") and f"{number}.pulled" in factors:  # of trace one each time
-                x = x * factors[f"{number}.outputs"].trace()
-                total[name] = total.get(name, torch.zeros_like(x)) + x
-            elif name.endswith((".outputs", ".diagonal")):
-                total[name] = total.get(name, torch.zeros_like(x)) + x
-            elif x.ndim:
-                total[name] = signed[name]
+        found.append(refreshed(objective)[1].blocks)
     monkeypatch.undo()
+    for i, signed in total.items():
+        those = [blocks for blocks in found if i in blocks]
+        if isinstance(signed, DiagonalBlock):
+            total[i] = replace(signed, diagonal=torch.stack([diagonal(blocks, i) for blocks in those]).sum(0))
+            continue
+        G = torch.stack([layer(blocks, i).outputs for blocks in those])
+        A = signed.inputs
+        if isinstance(signed, PulledBlock):  # of trace one each time
+            A = torch.stack([layer(b, i).inputs * layer(b, i).outputs.trace() for b in those]).sum(0)
+        total[i] = replace(signed, inputs=A, outputs=G.sum(0))
     return total
 
 
-def block(factors: Mapping[str, Tensor], i: int) -> Tensor:
+def layer(blocks: Mapping[int, AnyBlock], i: int) -> LayerBlock | PulledBlock:
+    block = blocks[i]
+    assert not isinstance(block, DiagonalBlock)
+    return block
+
+
+def diagonal(blocks: Mapping[int, AnyBlock], i: int) -> Tensor:
+    block = blocks[i]
+    assert isinstance(block, DiagonalBlock)
+    return block.diagonal
+
+
+def kron(block: FactoredBlock) -> Tensor:
     """G ⊗ A, in the order of a flattened [W b]."""
-    A = factors[f"{i}.inputs"]
-    return torch.kron(factors[f"{i}.outputs"], A if A.ndim == 2 else A.diag())
+    A = block.inputs
+    return torch.kron(block.outputs, A if A.ndim == 2 else A.diag())
 
 
-def refreshed(objective: Objective, *, key: tuple[int, ...] = (0,), **options: float) -> tuple[Any, Factors]:
-    return Kronecker(**options).prepare().refresh(objective, WHOLE, None, key)
+def refreshed(objective: Objective, *, key: tuple[int, ...] = (0,), **options: float) -> tuple[Any, KroneckerState]:
+    found = Kronecker(**options).refresh(objective, WHOLE, NEW, key)
+    return found.solve, found.state
+
+
+def same(a: KroneckerState, b: KroneckerState) -> bool:
+    """To the bit."""
+    (_, numbers, tensors), other = taken_apart(a), taken_apart(b)
+    alike = numbers == other.numbers and tensors.keys() == other.tensors.keys()
+    return alike and all(torch.equal(x, other.tensors[name]) for name, x in tensors.items())
+
+
+def assert_close(a: KroneckerState, b: KroneckerState) -> None:
+    """Up to rounding."""
+    (_, numbers, tensors), other = taken_apart(a), taken_apart(b)
+    assert other.numbers.keys() == numbers.keys()
+    for name, x in numbers.items():
+        assert other.numbers[name] == (x if isinstance(x, str) else pytest.approx(x, rel=1e-7)), name
+    torch.testing.assert_close(other.tensors, tensors)
 
 
 def test_one_dense_layer_with_squared_error_is_the_gauss_newton_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
     model = network(nn.Linear(4, 3))
     x, _ = data()
     closure = supervised(model, F.mse_loss, x, torch.ones(7, 3, dtype=F64))
-    factors = expected(objective_of(model, closure), torch.empty(7, 3, dtype=F64), monkeypatch)
+    blocks = expected(objective_of(model, closure), torch.empty(7, 3, dtype=F64), monkeypatch)
     H, _ = dense(model, lambda: closure(None))
     with_bias = torch.tensor([*(5 * o + i for o in range(3) for i in range(4)), *(5 * o + 4 for o in range(3))])
-    torch.testing.assert_close(block(factors, 0)[with_bias][:, with_bias], H)
+    torch.testing.assert_close(kron(layer(blocks, 0))[with_bias][:, with_bias], H)
 
 
 @pytest.mark.parametrize(
@@ -163,11 +204,11 @@ def test_the_mean_over_signs_is_that_of_curvlinops(
     kfac.compute_kronecker_factors()
     for i, p in enumerate(params):
         if p.ndim == 1:
-            assert f"{i}.inputs" not in found
+            assert i not in found
             continue
         name = next(n for n, m in model.named_modules() if getattr(m, "weight", None) is p)
         theirs = torch.kron(kfac._gradient_covariances[name], kfac._input_covariances[name])
-        torch.testing.assert_close(block(found, i), theirs)
+        torch.testing.assert_close(kron(layer(found, i)), theirs)
 
 
 def test_signs_have_that_mean(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,14 +216,14 @@ def test_signs_have_that_mean(monkeypatch: pytest.MonkeyPatch) -> None:
     model = network(nn.Linear(4, 3), nn.LayerNorm(3))
     objective = objective_of(model, supervised(model, F.cross_entropy, *data()))
     exact = expected(objective, torch.empty(7, 3, dtype=F64), monkeypatch)
-    prepared, factors = Kronecker(memory=0.99999).prepare(), None
+    kronecker, state = Kronecker(memory=0.99999), NEW
     for k in range(300):
-        _, factors = prepared.refresh(objective, WHOLE, factors, (5, k))
-    assert factors is not None
-    for name in ("0.outputs", "2.diagonal", "3.diagonal"):
-        assert (factors[name] - exact[name]).norm() < 0.2 * exact[name].norm()
-        assert (factors[name] - exact[name]).norm() > 0
-    torch.testing.assert_close(factors["0.inputs"], exact["0.inputs"])
+        state = kronecker.refresh(objective, WHOLE, state, (5, k)).state
+    pairs = [(layer(state.blocks, 0).outputs, layer(exact, 0).outputs)]
+    pairs += [(diagonal(state.blocks, i), diagonal(exact, i)) for i in (2, 3)]
+    for found, mean in pairs:
+        assert 0 < (found - mean).norm() < 0.2 * mean.norm()
+    torch.testing.assert_close(layer(state.blocks, 0).inputs, layer(exact, 0).inputs)
 
 
 class Words(nn.Module):
@@ -221,15 +262,15 @@ def test_parameters_outside_of_layers_have_what_the_gauss_newton_matrix_says(mon
         own = H[start : start + sizes[i], start : start + sizes[i]]
         if name.startswith("rnn.weight"):
             block = own.view(*p.shape, *p.shape)
-            torch.testing.assert_close(found[f"{i}.outputs"], torch.einsum("ajbj->ab", block))
-            torch.testing.assert_close(found[f"{i}.inputs"], torch.einsum("jajb->ab", block))
+            torch.testing.assert_close(layer(found, i).outputs, torch.einsum("ajbj->ab", block))
+            torch.testing.assert_close(layer(found, i).inputs, torch.einsum("jajb->ab", block))
         elif name.startswith(("rnn", "norm", "scale")):
-            torch.testing.assert_close(found[f"{i}.diagonal"], own.diagonal())
+            torch.testing.assert_close(diagonal(found, i), own.diagonal())
         else:
-            assert f"{i}.diagonal" not in found
-        assert (f"{i}.inputs" in found) == (p.ndim == 2)
-    _, factors = refreshed(objective)
-    assert float(factors["2.inputs"].trace()) == pytest.approx(1)
+            assert not isinstance(found.get(i), DiagonalBlock)
+        assert isinstance(found.get(i), FactoredBlock) == (p.ndim == 2)
+    _, state = refreshed(objective)
+    assert float(layer(state.blocks, 2).inputs.trace()) == pytest.approx(1)
 
 
 def test_an_embedding_is_a_dense_layer_on_unit_vectors() -> None:
@@ -242,38 +283,40 @@ def test_an_embedding_is_a_dense_layer_on_unit_vectors() -> None:
         weight_of(twin, 0).copy_(weight_of(model, 0).T)
         for mine, other in zip(model[2].parameters(), twin[2].parameters(), strict=True):
             other.copy_(mine)
-    solve, factors = refreshed(objective_of(model, supervised(model, F.mse_loss, x, y)))
+    solve, state = refreshed(objective_of(model, supervised(model, F.mse_loss, x, y)))
     other, expected = refreshed(objective_of(twin, supervised(twin, F.mse_loss, F.one_hot(x, 6).double(), y)))
-    torch.testing.assert_close(factors["0.inputs"].diag(), expected["0.inputs"])
-    torch.testing.assert_close(factors["0.outputs"], expected["0.outputs"])
+    table, dense_layer = layer(state.blocks, 0), layer(expected.blocks, 0)
+    torch.testing.assert_close(table.inputs.diag(), dense_layer.inputs)
+    torch.testing.assert_close(table.outputs, dense_layer.outputs)
     w = torch.randn(26, dtype=F64)
     turned = torch.cat([w[:18].view(6, 3).T.reshape(-1), w[18:]])
     result = other(turned)
     torch.testing.assert_close(solve(w), torch.cat([result[:18].view(3, 6).T.reshape(-1), result[18:]]))
 
     padded, closure = words()
-    _, factors = refreshed(objective_of(padded, closure))
-    assert factors["1.inputs"].tolist() == pytest.approx([0, 0.4, 0.3, 0, 0.2, 0.1])
+    _, state = refreshed(objective_of(padded, closure))
+    assert layer(state.blocks, 1).inputs.tolist() == pytest.approx([0, 0.4, 0.3, 0, 0.2, 0.1])
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.3])
 def test_the_solver_inverts_what_it_says(decay: float) -> None:
     model = network(nn.Linear(4, 5), nn.LayerNorm(5), nn.Tanh(), nn.Linear(5, 3, bias=False))
     objective = objective_of(model, supervised(model, F.cross_entropy, *data()), decay)
-    solve, f = refreshed(objective, damping=0.1)
+    solve, state = refreshed(objective, damping=0.1)
     P = objective.parameters.numel
-    trace = sum(float(f[f"{i}.inputs"].trace() * f[f"{i}.outputs"].trace()) for i in (0, 4))
-    lam = 0.1 * (trace + float(f["2.diagonal"].sum() + f["3.diagonal"].sum())) / P + decay
+    layers = [layer(state.blocks, i) for i in (0, 4)]
+    norm = torch.cat([diagonal(state.blocks, 2), diagonal(state.blocks, 3)])
+    trace = sum(float(block.inputs.trace() * block.outputs.trace()) for block in layers)
+    lam = 0.1 * (trace + float(norm.sum())) / P + decay
     blocks = []
-    for i in (0, 4):
-        A, G = f[f"{i}.inputs"], f[f"{i}.outputs"]
+    for A, G in ((block.inputs, block.outputs) for block in layers):
         pi = math.sqrt(float(A.trace()) / len(A) / (float(G.trace()) / len(G)))
         damped = [M + math.sqrt(lam) * s * torch.eye(len(M), dtype=F64) for M, s in ((G, 1 / pi), (A, pi))]
         blocks.append(torch.kron(*damped))
     D = torch.zeros(P, P, dtype=F64)
     first = torch.tensor([*(5 * o + i for o in range(5) for i in range(4)), *(5 * o + 4 for o in range(5))])
     D[:25, :25] = blocks[0][first][:, first]
-    D[25:35, 25:35] = (torch.cat([f["2.diagonal"], f["3.diagonal"]]) + lam).diag()
+    D[25:35, 25:35] = (norm + lam).diag()
     D[35:, 35:] = blocks[1]
     w = torch.randn(P, dtype=F64)
     torch.testing.assert_close(solve(w), torch.linalg.solve(D, w))
@@ -283,31 +326,31 @@ def test_the_solver_inverts_what_it_says(decay: float) -> None:
 def test_a_loss_alone_gives_none() -> None:
     model = mlp()
     x, y = data()
-    factors: Factors = {"updates": torch.tensor(3.0, dtype=F64)}
     objective = objective_of(model, lambda _: F.cross_entropy(model(x), y))
-    assert Kronecker().prepare().refresh(objective, WHOLE, factors, (0,)) == (None, factors)
-    assert Kronecker().prepare().refresh(objective, WHOLE, None, (0,)) == (None, {})
+    for given in (KroneckerState(updates=3), NEW):
+        found = Kronecker().refresh(objective, WHOLE, given, (0,))
+        assert found.solve is None
+        assert found.state is given
 
 
 def test_refresh_is_pure_and_keyed() -> None:
     model, closure = words()
     objective = objective_of(model, closure)
-    prepared = Kronecker().prepare()
-    solve, first = prepared.refresh(objective, WHOLE, None, (0,))
+    kronecker = Kronecker()
+    solve, first = refreshed(objective)
     assert solve is not None
     w = torch.randn(objective.parameters.numel, dtype=F64)
-    kept, before = {name: x.clone() for name, x in first.items()}, solve(w)
-    again = [prepared.refresh(objective, WHOLE, first, (1,)) for _ in range(2)]
-    _, third = prepared.refresh(objective, WHOLE, first, (2,))
-    for name, x in kept.items():
-        assert torch.equal(first[name], x)
+    kept, before = copy.deepcopy(first), solve(w)
+    again = [kronecker.refresh(objective, WHOLE, first, (1,)) for _ in range(2)]
+    third = kronecker.refresh(objective, WHOLE, first, (2,)).state
+    assert same(first, kept)
     assert torch.equal(solve(w), before)
-    assert again[0][0] is not None
-    assert again[1][0] is not None
-    assert torch.equal(again[0][0](w), again[1][0](w))
-    assert set(again[0][1]) == set(first)
-    assert all(torch.equal(x, again[1][1][name]) for name, x in again[0][1].items())
-    assert not torch.equal(third["8.outputs"], again[0][1]["8.outputs"])
+    assert again[0].solve is not None
+    assert again[1].solve is not None
+    assert torch.equal(again[0].solve(w), again[1].solve(w))
+    assert taken_apart(again[0].state).tensors.keys() == taken_apart(first).tensors.keys()
+    assert same(again[0].state, again[1].state)
+    assert not torch.equal(layer(third.blocks, 8).outputs, layer(again[0].state.blocks, 8).outputs)
     assert all(p.grad is None for p in model.parameters())
 
 
@@ -321,38 +364,34 @@ def test_averages_and_when_inverses_are_made() -> None:
         return 0.5 * (z - 1).square().sum(1).mean(), z
 
     objective = objective_of(model, closure)
-    prepared = Kronecker(memory=0.98).prepare()
-    factors: Factors | None = None
+    kronecker = Kronecker(memory=0.98)
+    state, last = NEW, None
     made, expected = [], torch.zeros(5, 5, dtype=F64)
     for n in range(1, 71):
         scale.fill_(1 + n / 100)
-        before = None if factors is None else factors["0.inputs_inverse"]
-        _, factors = prepared.refresh(objective, WHOLE, factors, (n,))
+        state = kronecker.refresh(objective, WHOLE, state, (n,)).state
+        block = layer(state.blocks, 0)
         e = min(0.98, 1 - 1 / n)
         a = torch.cat([x * scale, torch.ones(40, 1, dtype=F64)], dim=1)
         expected = e * expected + (1 - e) * a.T @ a / 40
-        torch.testing.assert_close(factors["0.inputs"], expected)
-        assert float(factors["updates"]) == n
-        if factors["0.inputs_inverse"] is not before:
+        torch.testing.assert_close(block.inputs, expected)
+        assert state.updates == n
+        if block.inputs_inverse is not last:
             made.append(n)
-            assert float(factors["age"]) == 0
+            assert state.age == 0
+        last = block.inputs_inverse
     assert made[:7] == [*range(1, 7), 8]  # 1 − e = 1/n > 0.15
     assert [b - a for a, b in itertools.pairwise(made)][-2:] == [9, 9]  # 1 − 0.98⁹ > 0.15
-    assert factors is not None
     for damping, anew in ((1.15e-2, False), (1.25e-2, True), (0.8e-2, True)):
-        aged = {**factors, "age": torch.zeros((), dtype=F64)}
-        _, later = Kronecker(damping=damping).prepare().refresh(objective, WHOLE, aged, (1,))
-        assert (later["0.inputs_inverse"] is not factors["0.inputs_inverse"]) == anew, damping
+        later = Kronecker(damping=damping).refresh(objective, WHOLE, replace(state, age=0.0), (1,)).state
+        assert (layer(later.blocks, 0).inputs_inverse is not last) == anew, damping
 
 
 @pytest.mark.parametrize(("noise", "part"), [(1.0, 1.0), (0.4, 0.4), (0.0, 0.05)])
 def test_damping_falls_with_the_noise(noise: float, part: float) -> None:
     model = mlp()
     objective = objective_of(model, supervised(model, F.cross_entropy, *data()))
-    lam = [
-        float(Kronecker().prepare().refresh(objective, WHOLE, None, (0,), **given)[1]["damping"])
-        for given in ({}, {"noise": noise})
-    ]
+    lam = [Kronecker().refresh(objective, WHOLE, NEW, (0,), **given).state.damping for given in ({}, {"noise": noise})]
     assert lam[1] == pytest.approx(part * lam[0], rel=1e-12)
 
 
@@ -360,9 +399,7 @@ def test_damping_falls_with_the_noise(noise: float, part: float) -> None:
 def test_micro_batches_have_the_factors_of_one_batch(loss: Loss) -> None:
     model = mlp()
     objective = objective_of(model, supervised(model, loss, *data(11)))
-    wholes = [Kronecker().prepare().refresh(objective, rows_of(*sizes), None, (3,))[1] for sizes in ((11,), (4, 4, 3))]
-    for name, x in wholes[0].items():
-        torch.testing.assert_close(wholes[1][name], x, msg=name)
+    assert_close(*(Kronecker().refresh(objective, rows_of(*sizes), NEW, (3,)).state for sizes in ((11,), (4, 4, 3))))
 
 
 def test_weights_count() -> None:
@@ -377,14 +414,14 @@ def test_weights_count() -> None:
         return terms.sum() / mask[rows].sum().clamp(min=1), z, mask[rows].sum()
 
     objective = objective_of(model, closure)
-    solve, one = Kronecker().prepare().refresh(objective, rows_of(9), None, (0,))
-    assert solve is not None
-    _, many = Kronecker().prepare().refresh(objective, rows_of(4, 4, 1), None, (0,))
-    torch.testing.assert_close(many["0.outputs"], one["0.outputs"])
+    found = [Kronecker().refresh(objective, rows_of(*sizes), NEW, (0,)) for sizes in ((9,), (4, 4, 1))]
+    assert found[0].solve is not None
+    one, many = (layer(refreshed.state.blocks, 0) for refreshed in found)
+    torch.testing.assert_close(many.outputs, one.outputs)
     # Inputs are those of samples that count.
     a = torch.cat([x, torch.ones(9, 1, dtype=F64)], dim=1)[mask]
-    for factors in (one, many):
-        torch.testing.assert_close(factors["0.inputs"], a.T @ a / 4)
+    for block in (one, many):
+        torch.testing.assert_close(block.inputs, a.T @ a / 4)
 
 
 def test_several_calls_count_as_positions() -> None:
@@ -404,8 +441,7 @@ def test_several_calls_count_as_positions() -> None:
         refreshed(objective_of(model, supervised(model, F.cross_entropy, *data())))[1]
         for model in (Twice(True).double(), Twice(False).double())
     ]
-    for name, x in found[0].items():
-        torch.testing.assert_close(found[1][name], x, msg=name)
+    assert_close(*found)
 
 
 class Experts(nn.Module):
@@ -429,15 +465,13 @@ def test_calls_on_nothing_tell_nothing_of_the_inputs() -> None:
     x, y = data(12)
     x[:, 0] = torch.tensor([1.0] * 3 + [-1.0] * 9)
     objective = objective_of(model, supervised(model, F.cross_entropy, x, y))
-    one, parts = (Kronecker().prepare().refresh(objective, rows_of(*s), None, (3,))[1] for s in ((12,), (3, 3, 3, 3)))
-    for name, factor in one.items():
-        torch.testing.assert_close(parts[name], factor, msg=name)
+    kronecker = Kronecker()
+    one, parts = (kronecker.refresh(objective, rows_of(*s), NEW, (3,)).state for s in ((12,), (3, 3, 3, 3)))
+    assert_close(one, parts)
     # Nor does a step in which an expert has no sample.
-    prepared = Kronecker().prepare()
-    _, factors = prepared.refresh(objective, rows_of(12), None, (3,))
     x[:, 0] = -1.0
-    _, later = prepared.refresh(objective, rows_of(12), factors, (4,))
-    assert torch.equal(later["2.inputs"], factors["2.inputs"])
+    later = kronecker.refresh(objective, rows_of(12), one, (4,)).state
+    assert torch.equal(layer(later.blocks, 2).inputs, layer(one.blocks, 2).inputs)
 
 
 def test_a_layer_that_begins_late_is_young_all_the_same() -> None:
@@ -452,16 +486,15 @@ def test_a_layer_that_begins_late_is_young_all_the_same() -> None:
             z = layers[1](scale * x) + z
         return 0.5 * (z - 1).square().sum(1).mean(), z
 
-    objective, prepared = objective_of(layers, closure), Kronecker().prepare()
-    factors: Factors | None = None
+    objective, kronecker = objective_of(layers, closure), Kronecker()
+    state = NEW
     for n in range(1, 31):
         late[0] = n > 20
         scale.fill_(float(n))
-        _, factors = prepared.refresh(objective, WHOLE, factors, (n,))
-    assert factors is not None
+        state = kronecker.refresh(objective, WHOLE, state, (n,)).state
     mean = sum(float(n) ** 2 for n in range(21, 31)) / 10
-    torch.testing.assert_close(factors["2.inputs"][:4, :4], mean * x.T @ x / 40)
-    assert float(factors["2.begun"]) == 21
+    torch.testing.assert_close(layer(state.blocks, 2).inputs[:4, :4], mean * x.T @ x / 40)
+    assert {i: block.begun for i, block in state.blocks.items()} == {0: 1, 2: 21}
 
 
 @pytest.mark.parametrize("coupled", [False, True])
@@ -473,12 +506,12 @@ def test_a_note_says_where_gradients_stand_for_curvature(coupled: bool) -> None:
         z = model(x)
         return (1 + z.square().sum(1)).sqrt().mean() if coupled else z.square().mean(), z
 
-    prepared = Kronecker().prepare()
-    factors: Factors | None = None
-    said = []
+    objective = objective_of(model, closure)
+    state, said = NEW, []
     for n in range(4):
-        _, factors = prepared.refresh(objective_of(model, closure), WHOLE, factors, (n,))
-        said.append("empirical Fisher" in prepared.note)
+        found = Kronecker().refresh(objective, WHOLE, state, (n,))
+        state = found.state
+        said.append("empirical Fisher" in found.note)
     assert said == ([True, False, False, True] if coupled else [False] * 4)
 
 
@@ -495,23 +528,23 @@ def test_a_loss_without_a_second_derivative_is_explained() -> None:
         refreshed(objective_of(model, closure))
 
 
-def kinds(objective: Objective) -> dict[int, str]:
-    """The parameters' roles, after some refreshes that must stay finite."""
-    prepared, factors = Kronecker().prepare(), None
+def kinds(objective: Objective) -> dict[int, Any]:
+    """The class of each parameter's block, or "bias", after some refreshes that must stay finite."""
+    state = NEW
     for k in range(3):
-        solve, factors = prepared.refresh(objective, WHOLE, factors, (k,))
+        found = Kronecker().refresh(objective, WHOLE, state, (k,))
+        solve, state = found.solve, found.state
         assert solve is not None
         assert bool(solve(torch.ones(objective.parameters.numel, dtype=objective.parameters.dtype)).isfinite().all())
-    assert factors is not None
-    found = {int(n.split(".")[0]): n.split(".")[1] for n in factors if n.endswith((".inputs", ".diagonal", ".pulled"))}
-    return found | {int(x): "with its weight" for n, x in factors.items() if n.endswith(".bias")}
+    biases = [b.bias for b in state.blocks.values() if isinstance(b, FactoredBlock) and b.bias is not None]
+    return {i: type(block) for i, block in state.blocks.items()} | dict.fromkeys(biases, "bias")
 
 
 def test_which_parameters_have_factors() -> None:
     x, y = data()
-    layer, alone, diagonal, bias = "inputs", "pulled", "diagonal", "with its weight"
+    layer, alone, diagonal, bias = LayerBlock, PulledBlock, DiagonalBlock, "bias"
 
-    def of(model: nn.Module, forward: Callable[[Tensor], Tensor] | None = None) -> dict[int, str]:
+    def of(model: nn.Module, forward: Callable[[Tensor], Tensor] | None = None) -> dict[int, Any]:
         params = [p for p in model.parameters() if p.requires_grad]
         return kinds(objective_of(params, supervised(forward or model, F.cross_entropy, x, y)))  # type: ignore[arg-type]
 
@@ -554,13 +587,13 @@ def test_which_parameters_have_factors() -> None:
 def test_a_network_differentiated_inside_the_closure_has_no_calls_to_go_by() -> None:
     model, closure = pinn()
     found = kinds(objective_of(model, lambda _: closure()))
-    assert found == {0: "pulled", 1: "diagonal", 2: "pulled", 3: "diagonal", 4: "diagonal", 5: "diagonal"}
+    assert found == {i: PulledBlock if i in (0, 2) else DiagonalBlock for i in range(6)}
 
 
 def test_large_matrices_outside_of_layers_have_a_diagonal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kronecker_factors, "LARGE", 5)
+    monkeypatch.setattr(statistics, "LARGE", 5)
     model, closure = pinn()
-    assert set(kinds(objective_of(model, lambda _: closure())).values()) == {"diagonal"}
+    assert set(kinds(objective_of(model, lambda _: closure())).values()) == {DiagonalBlock}
 
 
 def test_a_weight_that_begins_to_act_elsewhere_is_found_out() -> None:
@@ -572,13 +605,15 @@ def test_a_weight_that_begins_to_act_elsewhere_is_found_out() -> None:
         return F.cross_entropy(z, y), z
 
     objective = objective_of(model, closure)
-    prepared, factors = Kronecker().prepare(), None
+    state = NEW
     for k in range(4):
         elsewhere = k > 0
-        _, factors = prepared.refresh(objective, WHOLE, factors, (k,))
-        assert factors is not None
-        assert ("0.pulled" in factors) == ("1.diagonal" in factors) == (k == 3)
-        assert ("0.bias" in factors) == (k < 3)
+        state = Kronecker().refresh(objective, WHOLE, state, (k,)).state
+        known = {i: (type(block), block.begun) for i, block in state.blocks.items()}
+        if k < 3:
+            assert known == {0: (LayerBlock, 1), 2: (LayerBlock, 1)}
+            assert layer(state.blocks, 0).bias == 1
+    assert known == {0: (PulledBlock, 4), 1: (DiagonalBlock, 4), 2: (LayerBlock, 1)}
 
 
 def test_float32_with_a_dead_input_and_inputs_that_are_all_but_alike() -> None:
@@ -588,16 +623,16 @@ def test_float32_with_a_dead_input_and_inputs_that_are_all_but_alike() -> None:
     x[:, 3] = 0
     objective = objective_of(model, supervised(model, F.mse_loss, 1e3 * x, torch.zeros(12, 10)))
     for damping in (1e-2, 1e-12):
-        solve, factors = refreshed(objective, damping=damping)
+        solve, state = refreshed(objective, damping=damping)
         w = torch.randn(objective.parameters.numel)
         assert bool(solve(w).isfinite().all())
         assert float(w @ solve(w)) > 0
-        exact = {name: f.double() for name, f in factors.items()}
-        lam = float(factors["damping"])
-        A, G = exact["0.inputs"], exact["0.outputs"]
+        block = layer(state.blocks, 0)
+        assert block.inputs_inverse is not None
+        A, G = block.inputs.double(), block.outputs.double()
         pi = math.sqrt(float(A.trace()) / len(A) / (float(G.trace()) / len(G)))
-        inverse = torch.linalg.inv(A + math.sqrt(lam) * pi * torch.eye(len(A), dtype=F64))
-        assert (inverse - exact["0.inputs_inverse"]).norm() < 1e-2 * inverse.norm()
+        inverse = torch.linalg.inv(A + math.sqrt(state.damping) * pi * torch.eye(len(A), dtype=F64))
+        assert (inverse - block.inputs_inverse).norm() < 1e-2 * inverse.norm()
 
 
 def test_layers_without_influence_and_losses_without_curvature() -> None:
@@ -605,9 +640,9 @@ def test_layers_without_influence_and_losses_without_curvature() -> None:
     x, y = data()
     nn.init.zeros_(weight_of(model, 2))  # nothing reaches the first layer
     objective = objective_of(model, supervised(model, F.cross_entropy, x, y))
-    solve, factors = refreshed(objective)
+    solve, state = refreshed(objective)
     w = torch.randn(objective.parameters.numel, dtype=F64)
-    torch.testing.assert_close(solve(w)[:25], w[:25] / factors["damping"])
+    torch.testing.assert_close(solve(w)[:25], w[:25] / state.damping)
     linear = objective_of(model, lambda _: ((z := model(x)).mean(), z))
     solve, _ = refreshed(linear)
     assert solve is None  # and the report says so
@@ -617,38 +652,54 @@ def test_what_is_not_finite_is_not_taken_in() -> None:
     model = mlp()
     x, y = data()
     objective = objective_of(model, supervised(model, F.cross_entropy, x, y))
-    prepared = Kronecker().prepare()
-    solve, factors = prepared.refresh(objective, WHOLE, None, (0,))
+    kronecker = Kronecker()
+    solve, state = refreshed(objective)
     x[0, 0] = math.nan
-    later, same = prepared.refresh(objective, WHOLE, factors, (1,))
+    again = kronecker.refresh(objective, WHOLE, state, (1,))
     w = torch.randn(objective.parameters.numel, dtype=F64)
-    assert solve is not None
-    assert later is not None
-    assert torch.equal(later(w), solve(w))
-    assert all(torch.equal(x, same[name]) for name, x in factors.items())
-    first, nothing = prepared.refresh(objective, WHOLE, None, (1,))
-    assert first is None
-    assert nothing == {}
+    assert again.solve is not None
+    assert torch.equal(again.solve(w), solve(w))
+    assert same(again.state, state)
+    first = kronecker.refresh(objective, WHOLE, NEW, (1,))
+    assert first.solve is None
+    assert same(first.state, NEW)
 
 
-def test_factors_of_other_parameters_are_dropped() -> None:
+def test_a_state_of_other_shapes_or_places_begins_anew() -> None:
     x, y = data()
     wide = network(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
     _, others = refreshed(objective_of(wide, supervised(wide, F.cross_entropy, x, y)))
     model = mlp()
     objective = objective_of(model, supervised(model, F.cross_entropy, x, y))
     _, fresh = refreshed(objective)
-    wrong = {**fresh, "2.inputs_inverse": others["2.inputs_inverse"]}
-    for given in (others, wrong):
-        _, factors = Kronecker().prepare().refresh(objective, WHOLE, given, (0,))
-        assert all(torch.equal(x, factors[name]) for name, x in fresh.items())
+    assert fresh.places == (0, 1, 2, 3)
+    last = layer(fresh.blocks, 2)
+    odd: dict[str, AnyBlock] = {
+        "an inverse of others": replace(last, inputs_inverse=layer(others.blocks, 2).inputs_inverse),
+        "a bias that there is not": replace(last, bias=4),
+        "a bias of another shape": replace(last, bias=1),
+        "no bias": replace(last, bias=None),
+        "a table": TableBlock(inputs=torch.ones(3, dtype=F64), outputs=torch.eye(4, dtype=F64)),
+    }
+    wrong = {name: replace(fresh, blocks={**fresh.blocks, 2: block}) for name, block in odd.items()}
+    # Of a vector none of them is, nor of a parameter that there is not.
+    wrong |= {f"{i}, {kind}": replace(fresh, blocks={i: b}) for i in (1, 9) for kind, b in odd.items()}
+    wrong |= {
+        "others": others,
+        "unfrozen": replace(fresh, places=(1, 2, 3, 4)),
+        "more": replace(fresh, places=tuple(range(5))),
+    }
+    for name, given in wrong.items():
+        assert same(Kronecker().refresh(objective, WHOLE, given, (0,)).state, fresh), name
+    assert Kronecker().refresh(objective, WHOLE, fresh, (0,)).state.updates == 2
+    assert Kronecker().refresh(objective, WHOLE, replace(fresh, places=(0, 1)), (0,)).state.updates == 2  # more joined
 
 
 def test_an_empty_set_and_masked_sets() -> None:
     model = mlp()
     objective = objective_of(model, supervised(model, F.cross_entropy, *data()))
     with pytest.raises(ValueError, match="every term is masked"):
-        Kronecker().prepare().refresh(objective, [], None, (0,))
+        Kronecker().refresh(objective, [], NEW, (0,))
 
 
 def hessian(loss: Callable[[Tensor], Tensor], z: Tensor) -> Tensor:
@@ -750,22 +801,21 @@ def test_half_precision_parameters_are_averaged_in_float32() -> None:
     model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).bfloat16()
     x, y = data()
     objective = objective_of(model, supervised(model, F.cross_entropy, x.bfloat16(), y))
-    solve, factors = refreshed(objective)
-    assert factors["0.inputs"].dtype == torch.float32
+    solve, state = refreshed(objective)
+    assert {x.dtype for x in taken_apart(state).tensors.values()} == {torch.float32}
     w = torch.randn(objective.parameters.numel)
     assert bool(solve(w).isfinite().all())
 
 
-def test_options_are_checked_and_copies_work() -> None:
+def test_options_are_checked() -> None:
     with pytest.raises(ValueError, match="damping=0"):
         Kronecker(damping=0)
     with pytest.raises(ValueError, match=r"memory=1\.0"):
         Kronecker(memory=1.0)
-    assert isinstance(copy.deepcopy(Kronecker().prepare()), KroneckerPreconditioner)
 
 
 def test_what_it_costs_is_counted() -> None:
     model = mlp()
     objective = objective_of(model, supervised(model, F.cross_entropy, *data(11)))
-    Kronecker().prepare().refresh(objective, rows_of(4, 4, 3), None, (0,))
+    Kronecker().refresh(objective, rows_of(4, 4, 3), NEW, (0,))
     assert objective.sample_gradients == 11

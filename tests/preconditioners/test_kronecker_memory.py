@@ -59,7 +59,7 @@ def problem(build: Callable[[], tuple[nn.Module, Tensor]], dtype: torch.dtype) -
 
 
 def held(optimizer: KSD) -> int:
-    return sum(x.nbytes for x in optimizer.whole_state()[2].values() if x.ndim)
+    return sum(x.nbytes for x in optimizer.whole_state().tensors.values())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
@@ -88,7 +88,7 @@ def test_in_a_step_there_are_the_old_and_the_new(build: Callable[[], tuple[nn.Mo
     optimizer = KSD(model.parameters(), **DEEP)
     for _ in range(2):
         optimizer.step(closure, sets)
-    shapes = {x.shape for x in optimizer.whole_state()[2].values() if x.ndim == 2}
+    shapes = {x.shape for x in optimizer.whole_state().tensors.values() if x.ndim == 2}
     assert shapes.isdisjoint(p.shape for p in model.parameters())
     found = []
 
@@ -98,7 +98,7 @@ def test_in_a_step_there_are_the_old_and_the_new(build: Callable[[], tuple[nn.Mo
 
     optimizer.on_progress = look
     optimizer.step(closure, sets)
-    assert float(optimizer.whole_state()[2]["age"]) == 0  # the inverses are new, too
+    assert optimizer.whole_state().numbers["preconditioner.age"] == 0  # the inverses are new, too
     figure = step_bytes(optimizer._objective(closure, sets, optimizer._parameters()))
     assert 1.95 * held(optimizer) < max(found) <= figure
     # Beside them, of the largest matrix, what inverts it in float64.

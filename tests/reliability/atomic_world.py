@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from krylov_descent import KSD, Rational, Search, Subsets
+from krylov_descent import KSD, GaussNewtonFlow, Search, Subsets
 
 
 class Samples(Dataset[tuple[Tensor, Tensor]]):
@@ -30,7 +30,7 @@ class Samples(Dataset[tuple[Tensor, Tensor]]):
 class World:
     """A training with all that a step could spoil: buffers, gradients of others, frozen parameters, generators."""
 
-    def __init__(self, basis: str, kind: str) -> None:
+    def __init__(self, method: str, kind: str) -> None:
         torch.manual_seed(0)
         layers = (nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Dropout(0.5), nn.Linear(4, 2), nn.Linear(2, 2))
         self.model = nn.Sequential(*layers).double()
@@ -44,13 +44,10 @@ class World:
         self.calls = self.samples = self.seed = 0
         self.spoil: Callable[[int, Any], Any] = lambda call, returned: returned
         self.event: Callable[[int], None] = lambda sample: None
-        self.optimizer = KSD(
-            self.model.parameters(),
-            krylov_dim=3,
-            basis=Rational(rows=20) if basis == "rational" else "krylov",
-            search=Search(iterations=3),
-            weight_decay=1e-4,
-        )
+        self.optimizer: KSD | GaussNewtonFlow = GaussNewtonFlow(self.model.parameters(), rows=20, weight_decay=1e-4)
+        if method == "ksd":
+            small = {"krylov_dim": 3, "search": Search(iterations=3)}
+            self.optimizer = KSD(self.model.parameters(), weight_decay=1e-4, **small)  # type: ignore[arg-type]
         self.data = x, y
         self.sets = None if kind == "full batch" else Subsets(self._source(kind), batch_size=20, fraction=0.1, seed=4)
 
@@ -70,7 +67,7 @@ class World:
 
     def step(self) -> Any:
         self.calls = self.samples = 0
-        self.seed = len(self.optimizer.state) and int(next(iter(self.optimizer.state.values()))["iteration"])
+        self.seed = len(self.optimizer.state) and int(next(iter(self.optimizer.state.values()))["numbers"]["iteration"])
         if self.sets is None:
             return self.optimizer.step(lambda: self.closure())
         return self.optimizer.step(lambda batch: self.closure(batch), self.sets)
@@ -110,13 +107,13 @@ def difference(a: Any, b: Any, path: str = "") -> list[str]:
 KINDS = ("full batch", "sets", "data set")
 
 
-def ready(basis: str, kind: str, when: str) -> tuple[World, dict[str, Any], dict[str, Any], float]:
+def ready(method: str, kind: str, when: str) -> tuple[World, dict[str, Any], dict[str, Any], float]:
     """A world before its first step, a later one or one that undoes its predecessor.
 
     Returns:
         With its snapshot, that of the step to come if nothing fails, and how long that step takes.
     """
-    world = World(basis, kind)
+    world = World(method, kind)
     for number in range(30):
         before = world.snapshot()
         report = world.step()

@@ -49,9 +49,9 @@ SPOILERS: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize(
     ("kind", "when"), [("full batch", "first"), ("full batch", "later"), ("sets", "first"), ("sets", "undoing")]
 )
-@pytest.mark.parametrize("basis", ["krylov", "rational"])
-def test_a_fault_in_any_call_of_the_closure(basis: str, kind: str, when: str) -> None:
-    world, before, after, _ = ready(basis, kind, when)
+@pytest.mark.parametrize("method", ["ksd", "flow"])
+def test_a_fault_in_any_call_of_the_closure(method: str, kind: str, when: str) -> None:
+    world, before, after, _ = ready(method, kind, when)
     calls = world.calls
     assert calls > 4
     for name, spoil in SPOILERS.items():
@@ -84,10 +84,10 @@ def test_a_fault_in_any_call_of_the_closure(basis: str, kind: str, when: str) ->
     assert difference(after, world.snapshot()) == []
 
 
-@pytest.mark.parametrize("basis", ["krylov", "rational"])
+@pytest.mark.parametrize("method", ["ksd", "flow"])
 @pytest.mark.parametrize("when", ["first", "undoing"])
-def test_a_fault_in_any_sample_that_is_loaded(basis: str, when: str) -> None:
-    world, before, after, _ = ready(basis, "data set", when)
+def test_a_fault_in_any_sample_that_is_loaded(method: str, when: str) -> None:
+    world, before, after, _ = ready(method, "data set", when)
     total = world.samples
     error = OSError("the file is gone")
     for k in range(1, total + 1, 9):

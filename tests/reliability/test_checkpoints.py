@@ -79,9 +79,9 @@ def test_a_file_that_lies_takes_no_memory(tmp_path: Path) -> None:
     path = checkpoint.save(tmp_path / NAME, model, optimizer)
     tensors, document = malice.contents(path)
     size = 1 << 36
-    header = {"__metadata__": {"krylov_descent": malice.sealed(tensors, document)}}
+    header = {"__metadata__": {"krylov_descent": malice.with_checksum(tensors, document)}}
     vast: dict[str, Any] = {"dtype": "F32", "shape": [size // 4], "data_offsets": [0, size]}
-    coded = json.dumps({**header, "optimizer/d_prev": vast}).encode()
+    coded = json.dumps({**header, "vectors/last_step": vast}).encode()
     with open(path, "wb") as file:
         file.write(len(coded).to_bytes(8, "little") + coded)
         file.truncate(8 + len(coded) + size)
@@ -148,7 +148,7 @@ def test_a_state_that_would_grow_takes_no_memory() -> None:
     optimizer = KSD([w])
     optimizer.step(lambda: (w.square().mean(), w))
     state = optimizer.state_dict()
-    state["state"][0]["d_prev"] = torch.zeros(1).expand(10**13)
+    state["state"][0]["last_step"] = torch.zeros(1).expand(10**13)
     with pytest.raises(ValueError, match="has fewer numbers than that"):
         optimizer.load_state_dict(state)
 

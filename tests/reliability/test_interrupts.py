@@ -19,7 +19,7 @@ from tests.reliability.atomic_world import KINDS, World, difference, ready
 pytestmark = pytest.mark.nightly
 
 SOURCE = str(Path(krylov_descent.__file__).parent)
-#: Interrupts of each kind, for each basis and each kind of data.
+#: Interrupts of each kind, for each method and each kind of data.
 TRIALS = int(os.environ.get("KRYLOV_DESCENT_TEST_INTERRUPTS", "15"))
 
 
@@ -60,9 +60,9 @@ def traced() -> Iterator[Callable[[World, int | None], Lines]]:
 
 
 @pytest.mark.parametrize("kind", KINDS[:2])
-@pytest.mark.parametrize("basis", ["krylov", "rational"])
-def test_an_interrupt_before_any_line(basis: str, kind: str, traced: Callable[[World, int | None], Lines]) -> None:
-    world, before, after, _ = ready(basis, kind, "later" if kind == "full batch" else "undoing")
+@pytest.mark.parametrize("method", ["ksd", "flow"])
+def test_an_interrupt_before_any_line(method: str, kind: str, traced: Callable[[World, int | None], Lines]) -> None:
+    world, before, after, _ = ready(method, kind, "later" if kind == "full batch" else "undoing")
     seen = traced(world, None).seen
     world.put(before)
     last = {line: n for n, line in enumerate(seen)}  # windows are at the end of things more often than at their start
@@ -84,12 +84,12 @@ def test_an_interrupt_before_any_line(basis: str, kind: str, traced: Callable[[W
 # Python swallows an exception that is raised where an object is collected: the step then goes on to its end.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("basis", ["krylov", "rational"])
-def test_a_signal_at_any_moment(basis: str, kind: str) -> None:
+@pytest.mark.parametrize("method", ["ksd", "flow"])
+def test_a_signal_at_any_moment(method: str, kind: str) -> None:
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
-    world, before, after, seconds = ready(basis, kind, "later" if kind == "full batch" else "undoing")
+    world, before, after, seconds = ready(method, kind, "later" if kind == "full batch" else "undoing")
     generator = random.Random(0)
     outcomes = {"before": 0, "after": 0}
     handler = signal.signal(signal.SIGALRM, interrupt)

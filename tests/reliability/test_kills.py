@@ -19,7 +19,7 @@ pytestmark = pytest.mark.nightly
     ("case", "seed"),
     [
         (Case("kill", 1), 0),
-        (Case("kill", 1, "rational"), 1),
+        (Case("kill", 1, "flow"), 1),
         (Case("full disk", 1), 3),
         (Case("slow disk", 1), 5),
     ],

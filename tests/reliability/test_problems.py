@@ -18,7 +18,7 @@ from reliability.recipe import CHOICES, RAISES, RETURNS, Problem
 from reliability.snapshot import Snapshot, same
 from torch import Tensor, nn
 
-from krylov_descent import KSD, Search, StopReason, Subsets
+from krylov_descent import KSD, GaussNewtonFlow, Search, StopReason, Subsets
 from krylov_descent.krylov.search import whiten
 
 pytestmark = pytest.mark.nightly
@@ -172,7 +172,7 @@ def test_any_floor_has_a_factor() -> None:
 
 
 @pytest.mark.parametrize("sets", [None, 2])
-def test_the_rational_basis_without_curvature_and_with_outputs_without_elements(sets: int | None) -> None:
+def test_the_flow_without_curvature_and_with_outputs_without_elements(sets: int | None) -> None:
     x = torch.randn(6, 3, generator=torch.Generator().manual_seed(0))
     w = nn.Parameter(torch.ones(3))
 
@@ -181,22 +181,22 @@ def test_the_rational_basis_without_curvature_and_with_outputs_without_elements(
         return z.mean(), (z, (batch[:0] @ w)) if sets is None else z
 
     given = () if sets is None else (Subsets(x, batch_size=sets, fraction=0.5, seed=0),)
-    report = KSD([w], basis="rational").step(closure, *given)
+    report = GaussNewtonFlow([w]).step(closure, *given)
     assert report.search_loss_after < report.search_loss_before
 
 
-def test_the_rational_basis_in_half_precision() -> None:
-    judgement = trial(changed(basis="rational", dtype="bfloat16 throughout", outputs=2))
+def test_the_flow_in_half_precision() -> None:
+    judgement = trial(changed(method="flow", dtype="bfloat16 throughout", outputs=2))
     assert (judgement.outcome, judgement.lost) == ("improved", [])
 
 
-def test_outputs_that_the_loss_does_not_use_are_refused_by_the_rational_basis() -> None:
+def test_outputs_that_the_loss_does_not_use_are_refused_by_the_flow() -> None:
     w = nn.Parameter(torch.ones(3))
     with pytest.raises(ValueError, match="not computed from the outputs"):
-        KSD([w], basis="rational").step(lambda: (w.square().mean(), w.softmax(0)))
+        GaussNewtonFlow([w]).step(lambda: (w.square().mean(), w.softmax(0)))
 
 
-def test_the_rational_basis_on_one_sample_that_is_fitted() -> None:
+def test_the_flow_on_one_sample_that_is_fitted() -> None:
     """Where H_L is rounding, and seems to couple rows of which there is one."""
     for seed in range(20):
         torch.manual_seed(seed)
@@ -206,7 +206,7 @@ def test_the_rational_basis_on_one_sample_that_is_fitted() -> None:
             z = x @ w
             return nn.functional.cross_entropy(z, torch.tensor([1])), z
 
-        optimizer = KSD([w], basis="rational")
+        optimizer = GaussNewtonFlow([w])
         losses = [optimizer.step(closure).loss for _ in range(8)]
         assert losses[-1] < losses[0]
 

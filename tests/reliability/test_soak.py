@@ -95,6 +95,6 @@ def test_the_figure(tmp_path: Path) -> None:
         main(["figure", "--results", str(tmp_path)])
     for seed, steps in enumerate((5000, 200)):
         curve = {"at": [*range(0, steps, steps // 10)], "resident": [10 << 20] * 10, "steps": steps, "parameters": 61}
-        recorded(tmp_path / "soak.jsonl", kind="soak", case=f"{steps} steps, Krylov basis, sets", seed=seed, **curve)
+        recorded(tmp_path / "soak.jsonl", kind="soak", case=f"{steps} steps, KSD, sets", seed=seed, **curve)
     assert main(["figure", "--results", str(tmp_path), "--out", str(tmp_path / "out")]) == 0
     assert (tmp_path / "out" / "reliability-memory.png").stat().st_size > 10_000

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from krylov_descent import KSD, Search, StepReport, Storage, Subsets
 from krylov_descent.distributed import SingleProcess
-from krylov_descent.krylov.basis import krylov_basis
-from krylov_descent.vectors.storage import Rows
+from krylov_descent.krylov.orthonormal_basis import krylov_basis
+from krylov_descent.vectors.storage import BasisStorage
 from tests.krylov.test_basis import setup
 
 
@@ -95,7 +95,7 @@ def test_rows_in_another_dtype(dtype: torch.dtype, stored: torch.dtype, monkeypa
     """All operations on V agree with those on the tensor it holds, in parts that do not divide P."""
     monkeypatch.setattr("krylov_descent.vectors.storage._CHUNK", 70)
     H, D, g, d_prev = setup(53, dtype=dtype)
-    rows = Rows(9, g, stored)
+    rows = BasisStorage(9, g, stored)
     subspace = krylov_basis(lambda v: H @ v, lambda w: w / D, g, d_prev, 8, rows, SingleProcess())
     held = rows.tensor()
     assert held.dtype == dtype

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from experiments.pinn.rivals.least_squares import LeastSquares, Trainable, in_turn
+from experiments.supervised.stochastic import soap_of
 
 _EVERY = 20  # steps of a first-order method, or iterations of L-BFGS, between two yields
 _SCALE = 2.0**30  # of the loss that L-BFGS sees: torch's keeps no pair with yᵀs below 1e-10, and creeps from there on
@@ -96,17 +97,9 @@ def soap(
         ModuleNotFoundError: pytorch_optimizer is not installed.
         ValueError: there is no such schedule.
     """
-    try:
-        from pytorch_optimizer import SOAP
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "SOAP is that of pytorch_optimizer, which is not installed: `pip install pytorch_optimizer==4.1.0`."
-        ) from error
     if schedule not in ("cosine", "exponential"):
         raise ValueError(f"schedule={schedule!r}: must be 'cosine' or 'exponential'.")
-    optimizer = SOAP(
-        problem.model.parameters(), lr=lr, betas=(0.95, 0.95), precondition_frequency=frequency, weight_decay=0.0
-    )
+    optimizer = soap_of(problem.model.parameters(), lr, frequency)
     return _soap(problem, optimizer, lr, seconds, schedule)
 
 

@@ -1,4 +1,4 @@
-"""``check``: what to run before a training run. It finds what would be wrong, slow or too large, and takes no step."""
+"""``check`` finds mistakes, slow parts and lack of memory before a training run; it takes no step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from krylov_descent.checking.closure import call, carried, consistency, load, ou
 from krylov_descent.checking.finding import CheckReport, Finding, split_remedy
 from krylov_descent.checking.problem import Curvature, Names, Problem, first_line
 from krylov_descent.checking.resources import fisher, memory, timing
-from krylov_descent.checking.restore import Buffers, as_found
+from krylov_descent.checking.restore import as_found
 from krylov_descent.checking.second_derivatives import named, twice
 from krylov_descent.curvature import CURVATURES
 from krylov_descent.objective.closure import no_inference_mode
@@ -29,25 +29,24 @@ def check(
     curvature: Curvature = "ggn",
     available_memory: int | None = None,
 ) -> CheckReport:
-    """Look for everything that would make training with KSD fail, go wrong silently, or take long.
+    """Look for everything that would make training with KSD or GaussNewtonFlow fail, go wrong silently, or take long.
 
-    What is wrong with the closure, the model or the data becomes a finding, never an error. Parameters, ``.grad``,
-    buffers and random number generators are afterwards as they were. It takes about as long as
-    a step does; with sets, less.
+    A mistake in the closure, the model or the data becomes a finding, never an error. Parameters, ``.grad``, buffers
+    and random number generators are restored. A check takes about as long as a step; with sets, less.
 
     Args:
         closure: as for ``KSD.step``.
-        model: what the closure calls; or its parameters, which then have positions for names.
+        model: the model that the closure calls; or its parameters, which are then named by position.
         sets: as for ``KSD.step``.
         krylov_dim: as for ``KSD``.
         curvature: as for ``KSD``.
-        available_memory: bytes that a step may take; what the system says is free, unless given.
+        available_memory: the bytes that a step may take; by default the system's free memory.
 
     Returns:
         The findings and the line to paste; ``str(report)`` is a table.
 
     Raises:
-        ValueError: ``krylov_dim`` or ``curvature`` is none that KSD takes.
+        ValueError: ``krylov_dim`` or ``curvature`` is invalid.
 
     Example:
         >>> import torch
@@ -75,34 +74,21 @@ def check(
     findings = list(unready(names))
     if findings:
         return CheckReport(tuple(findings), line(names, krylov_dim, curvature, None))
+    problem: Problem | None = None
     with as_found(names.model, names.parameters) as buffers, torch.enable_grad():
-        problem = _problem(closure, names, sets, krylov_dim, curvature, buffers, findings)
-        if problem is not None:
+        try:
+            problem = Problem(closure, names, sets, krylov_dim, curvature, buffers)
+        except (ValueError, TypeError) as error:
+            about = "closure" if str(error).startswith(("step(", "sets ")) else "parameters"
+            findings.append(Finding(about, "fail", *split_remedy(str(error))))
+        else:
             with problem.full_precision():
                 findings += _findings(problem, available_memory)
     return CheckReport(tuple(findings), line(names, krylov_dim, curvature, problem))
 
 
-def _problem(
-    closure: Callable[..., Any],
-    names: Names,
-    sets: Any,
-    krylov_dim: int,
-    curvature: Curvature,
-    buffers: Buffers,
-    findings: list[Finding],
-) -> Problem | None:
-    """The problem, or a finding of why there is none."""
-    try:
-        return Problem(closure, names, sets, krylov_dim, curvature, buffers)
-    except (ValueError, TypeError) as error:
-        about = "closure" if str(error).startswith(("step(", "sets ")) else "parameters"
-        findings.append(Finding(about, "fail", *split_remedy(str(error))))
-    return None
-
-
 def _findings(problem: Problem, available_memory: int | None) -> Iterator[Finding]:
-    """All checks, in order; those that a failure makes meaningless are left out."""
+    """Run all checks in order, except those that a failure makes meaningless."""
     if (yield from _without_raising("data", load(problem))):
         return
     if (yield from _without_raising("closure", call(problem))):
@@ -121,11 +107,11 @@ def _findings(problem: Problem, available_memory: int | None) -> Iterator[Findin
     yield from _without_raising("fisher", fisher(problem))
     yield from _without_raising("memory", memory(problem, available_memory))
     yield from _without_raising("time", timing(problem))
-    yield from _without_raising("basis", choice(problem))
+    yield from _without_raising("method", choice(problem))
 
 
 def _without_raising(name: str, findings: Iterator[Finding]) -> Generator[Finding, None, bool]:
-    """Pass findings on; an error that no check expected is one more of them. Returns whether any failed."""
+    """Yield findings, with an unexpected error as one more; return whether any failed."""
     failed = False
     try:
         for finding in findings:

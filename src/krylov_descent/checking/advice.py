@@ -1,4 +1,4 @@
-"""Advice: which basis to begin with, and the line to paste."""
+"""Advice on the method to begin with, and the line to paste."""
 
 from __future__ import annotations
 
@@ -11,64 +11,60 @@ from torch.overrides import TorchFunctionMode
 
 from krylov_descent.checking.finding import Finding, bytes_in_words, split_remedy
 from krylov_descent.checking.problem import Curvature, Names, Problem
-from krylov_descent.flow.sketch import ROWS, Sketcher, against_rational, sketch_bytes
-from krylov_descent.optimizer import KSD
+from krylov_descent.flow.sketch import ROWS, Sketcher, against_flow, sketch_bytes
 
-_FEW = 20  # rows that are drawn, to see whether they can be had
-_MOSTLY = 0.5  # the share of them that may take a backward pass each
+_FEW = 20  # rows drawn for a test of the sketch
+_MOSTLY = 0.5  # the largest share of them that may take a backward pass each
 
 
 def choice(problem: Problem) -> Iterator[Finding]:
-    """Advice, with the reason."""
+    """Yield the advised method, with the reason."""
     if problem.working is None or problem.room is None:
         return
     if problem.draw.grows:
         problem.line["**DEEP"] = ""
         yield Finding(
-            "basis",
+            "method",
             "ok",
-            "one direction and the last step: sets that grow ask for many cheap steps, with a preconditioner that sees "
-            "layers; the time above is that of K Krylov vectors and the Fisher diagonal",
+            "KSD, with one direction and the last step: sets that grow ask for many cheap steps, with a preconditioner "
+            "that sees layers; the time above is that of K Krylov vectors and the Fisher diagonal",
             "KSD(model.parameters(), **DEEP).",
         )
         return
     numel, dtype = problem.parameters.numel, problem.parameters.dtype
-    why = _against(problem) or against_rational(numel, dtype, problem.room) or _unusable(problem)
+    why = _against(problem) or against_flow(numel, dtype, problem.room) or _unusable(problem)
     if why is not None:
-        yield Finding("basis", "ok", f"krylov: {why}")
+        yield Finding("method", "ok", f"KSD: {why}")
         return
-    problem.line["basis"] = "'rational'"
+    problem.flow = True
     yield Finding(
-        "basis",
+        "method",
         "ok",
-        "rational: the closure differentiates the network, every step sees all residuals, and "
+        "GaussNewtonFlow: the closure differentiates the network, every step sees all residuals, and "
         f"{bytes_in_words(sketch_bytes(ROWS, numel, dtype))} hold a sketch of them; on physics-informed "
         "networks, its many cheap steps along the Gauss–Newton flow end lower",
-        "KSD(basis='rational'). Where the loss on other points is far above this one, as at sharp fronts, draw new "
-        "points every few steps, or take KSD(basis='krylov').",
+        "GaussNewtonFlow(model.parameters()). Where the loss on other points is far above this one, as at sharp "
+        "fronts, draw new points every few steps, or take KSD.",
     )
 
 
 def _against(problem: Problem) -> str | None:
-    """What of the problem as it was given speaks against the rational basis."""
+    """Return a property of the problem that speaks against the flow, or None."""
     if problem.sets is not None:
-        return "basis='rational' was measured where every step sees all samples, and not with sets"
+        return "GaussNewtonFlow was measured where every step sees all samples, and not with sets"
     if problem.bypass > 0:
-        return "basis='rational' does not see the part of the loss that does not pass through the outputs"
-    assert problem.working is not None
-    try:
-        KSD(problem.parameters.params, basis="rational", curvature=problem.working)
-    except ValueError as error:
-        return _what_happened(error)
+        return "GaussNewtonFlow does not see the part of the loss that does not pass through the outputs"
+    if problem.working != "ggn":
+        return f"GaussNewtonFlow draws rows of the Gauss–Newton matrix, and not of curvature={problem.working!r}"
     if not _least_squares(problem):
-        return "basis='rational' wins on least squares, and this loss is not quadratic in the outputs"
+        return "GaussNewtonFlow wins on least squares, and this loss is not quadratic in the outputs"
     if not _differentiates(problem):
-        return "of fits without derivatives of the network, either basis wins some; try KSD(basis='rational') too"
+        return "of fits without derivatives of the network, either method wins some; try GaussNewtonFlow too"
     return None
 
 
 class _Differentiations(TorchFunctionMode):
-    """While active, counts calls of ``torch.autograd.grad``."""
+    """A mode that counts calls of ``torch.autograd.grad``."""
 
     count = 0
 
@@ -80,7 +76,7 @@ class _Differentiations(TorchFunctionMode):
 
 
 def _differentiates(problem: Problem) -> bool:
-    """Whether the closure differentiates inside, as those of physics-informed networks do."""
+    """Whether the closure itself calls ``torch.autograd.grad``, as for physics-informed networks."""
     calls = _Differentiations()
     with calls:
         problem.objective.evaluate(problem.batch)
@@ -88,9 +84,9 @@ def _differentiates(problem: Problem) -> bool:
 
 
 def _least_squares(problem: Problem) -> bool:
-    """Whether the loss is quadratic in the outputs: no third derivative, and a second one wherever it has a slope.
+    """Whether the loss is quadratic in the outputs: no third derivative, and a second one wherever there is a slope.
 
-    Absolute values, and Huber's loss of outliers, have a slope and no curvature.
+    Absolute values, and Huber's loss of outliers, have a slope without curvature.
     """
     evaluation = problem.objective.evaluate(problem.batch)
     try:
@@ -105,7 +101,7 @@ def _least_squares(problem: Problem) -> bool:
 
 
 def _derivatives(terms: Sequence[Tensor], outputs: Sequence[Tensor]) -> list[Tensor]:
-    """Of a weighted sum of these, by each of the outputs."""
+    """Return the derivatives of a weighted sum of the terms by each of the outputs."""
     total = sum((term * _weights(term)).sum() for term in terms if term.requires_grad)
     if not isinstance(total, Tensor):
         return [torch.zeros_like(z) for z in outputs]
@@ -113,32 +109,29 @@ def _derivatives(terms: Sequence[Tensor], outputs: Sequence[Tensor]) -> list[Ten
 
 
 def _weights(x: Tensor) -> Tensor:
-    """Numbers in no pattern that a sum of derivatives could cancel in."""
+    """Return irregular weights, so that a sum of derivatives does not cancel."""
     return torch.linspace(1, 2, max(1, x.numel()), dtype=x.dtype, device=x.device)[: x.numel()].view_as(x).sin()
 
 
 def _unusable(problem: Problem) -> str | None:
-    """What a few rows tell of all."""
-    sketcher = Sketcher(_FEW)
+    """Return a reason against the flow from a sketch of a few rows, or None."""
     try:
-        slow = sketcher.draw(problem.objective, [problem.batch], (0,)).slow
+        slow = Sketcher(_FEW).draw(problem.objective, [problem.batch], (0,)).slow
     except ValueError as error:
-        return _what_happened(error)
+        return split_remedy(str(error))[0].rstrip(".")
     if slow <= _MOSTLY:
         return None
-    return "most rows of the sketch of basis='rational' would take a backward pass each here, which is slow"
-
-
-def _what_happened(error: ValueError) -> str:
-    return split_remedy(str(error))[0].rstrip(".")
+    return "most rows of the sketch of GaussNewtonFlow would take a backward pass each here, which is slow"
 
 
 def line(names: Names, krylov_dim: int, curvature: Curvature, problem: Problem | None) -> str:
-    """What to paste, from what was asked for and what was found."""
-    arguments = [("params" if names.model is None else "model.parameters()", "")]
-    rational = problem is not None and "basis" in problem.line
+    """Return the line to paste, from the arguments of ``check`` and its findings."""
+    params = "params" if names.model is None else "model.parameters()"
+    if problem is not None and problem.flow:
+        return f"from krylov_descent import GaussNewtonFlow\n\noptimizer = GaussNewtonFlow({params})"
+    arguments = [(params, "")]
     deep = problem is not None and "**DEEP" in problem.line
-    if krylov_dim != 20 and not rational and not deep:  # which have none, or their own
+    if krylov_dim != 20 and not deep:  # DEEP has its own
         arguments.append(("krylov_dim", str(krylov_dim)))
     chosen = curvature if problem is None or problem.working is None else problem.working
     if chosen != "ggn":

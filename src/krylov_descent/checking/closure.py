@@ -1,22 +1,24 @@
-"""Checks of the closure and its parameters: it runs, returns a mean over samples, and repeats itself."""
+"""Checks of the closure and its parameters: it runs, returns a mean over samples, and is deterministic."""
 
 from __future__ import annotations
 
 import math
 import re
+import traceback
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from krylov_descent.checking.finding import Finding, counted, listed, split_remedy
-from krylov_descent.checking.problem import Names, Problem, first_line, passed_through, raised_at
+from krylov_descent.checking.problem import Names, Problem, first_line, raised_at
 from krylov_descent.checking.second_derivatives import Trace, traced
 from krylov_descent.curvature.gauss_newton import require_influence
 from krylov_descent.distributed.sharded import is_sharded
 from krylov_descent.objective.closure import BackwardWatch, Evaluation, require_outputs, require_rows
-from krylov_descent.objective.consistency import Seen, bypass, bypass_text, inconsistencies, watching
+from krylov_descent.objective.consistency import ModuleLog, bypass, bypass_text, inconsistencies, watching
 from krylov_descent.objective.precision import REMEDY, reduced
 
 _DTYPE = re.compile(
@@ -26,7 +28,7 @@ _TAKES_INTEGERS = (nn.Embedding, nn.EmbeddingBag)
 
 
 def load(problem: Problem) -> Iterator[Finding]:
-    """The first batch of the sets."""
+    """Load the first batch of the sets."""
     try:
         problem.load()
     except Exception as error:
@@ -39,7 +41,7 @@ def load(problem: Problem) -> Iterator[Finding]:
 
 
 def call(problem: Problem) -> Iterator[Finding]:
-    """One call, searched for the usual mistakes."""
+    """Call the closure once and look for common mistakes."""
     with traced() as trace:
         watch = BackwardWatch(problem.parameters.params)
         try:
@@ -58,11 +60,11 @@ def call(problem: Problem) -> Iterator[Finding]:
 
 
 def outputs(problem: Problem) -> Iterator[Finding]:
-    """What the loss is convex in, and its rows."""
+    """Check the model outputs and their rows."""
     evaluation = problem.evaluation
     if problem.curvature == "hessian" and not evaluation.outputs:
         detail = "The closure returned the loss alone: enough for the Hessian, but there is no preconditioner."
-        yield Finding("outputs", "warn", detail, "Return what the loss is convex in as a second value.")
+        yield Finding("outputs", "warn", detail, "Return the outputs that the loss is computed from as a second value.")
         return
     try:
         require_outputs(evaluation, f"curvature={problem.curvature!r}")
@@ -80,14 +82,10 @@ def _explained(problem: Problem, error: Exception, trace: Trace, watch: Backward
     except ValueError as called_backward:
         return Finding("closure", "fail", *split_remedy(str(called_backward)))
     if isinstance(error, ValueError) and not raised_at(error):
-        return Finding("closure", "fail", *split_remedy(str(error)))  # one of the package's own
-    if passed_through(error, "_dynamo"):
-        return Finding(
-            "closure",
-            "fail",
-            "The closure calls a compiled model (torch.compile), which cannot be differentiated twice.",
-            "Call the uncompiled model in the closure.",
-        )
+        return Finding("closure", "fail", *split_remedy(str(error)))  # raised by this package
+    if any("_dynamo" in Path(frame.filename).parts for frame in traceback.extract_tb(error.__traceback__)):
+        detail = "The closure calls a compiled model (torch.compile), which cannot be differentiated twice."
+        return Finding("closure", "fail", detail, "Call the uncompiled model in the closure.")
     text = str(error)
     of_dtype = _DTYPE.search(text) is not None
     inside, in_loss = "", True
@@ -100,16 +98,16 @@ def _explained(problem: Problem, error: Exception, trace: Trace, watch: Backward
     if of_dtype and in_loss:
         remedy = "Convert the targets: y.long() for class numbers (cross_entropy), y.float() for all other losses."
     elif "same device" in text:
-        remedy = (
-            f"Move the data to {problem.parameters.device}: Subsets(..., device={str(problem.parameters.device)!r})."
-        )
+        device = str(problem.parameters.device)
+        remedy = f"Move the data to {device}: Subsets(..., device={device!r})."
     where = f" in {inside}" if inside else ""
     return Finding("closure", "fail", f"The closure does not run: {_described(error)}{where}.", remedy)
 
 
 def _wrong_dtype(problem: Problem, module: nn.Module, args: tuple[object, ...]) -> tuple[str, str] | None:
-    """What is wrong with a module's inputs, and the remedy; None if their dtype is not it."""
+    """Return what is wrong with the dtype of a module's inputs, and the remedy; None if it is right."""
     wanted = problem.parameters.params[0].dtype
+    convert = "x.float()" if wanted == torch.float32 else f"x.to({wanted})"
     for x in args:
         if not isinstance(x, Tensor):
             continue
@@ -117,17 +115,11 @@ def _wrong_dtype(problem: Problem, module: nn.Module, args: tuple[object, ...]) 
             if x.dtype.is_floating_point:
                 return f"got {_name(x.dtype)} indices", "Convert them: x.long()."
         elif not x.dtype.is_floating_point and not x.dtype.is_complex:
-            convert = ".float()" if wanted == torch.float32 else f".to({wanted})"
-            return (
-                f"got integers ({_name(x.dtype)})",
-                f"Convert the data: x{convert}; category numbers need an nn.Embedding first.",
-            )
+            remedy = f"Convert the data: {convert}; category numbers need an nn.Embedding first."
+            return f"got integers ({_name(x.dtype)})", remedy
         elif x.dtype != wanted and x.dtype.is_floating_point:
-            convert = "x.float()" if wanted == torch.float32 else f"x.to({wanted})"
-            return (
-                f"got {_name(x.dtype)} for parameters of {_name(wanted)}",
-                f"Convert the data, {convert}, or the model, model.to({x.dtype}).",
-            )
+            remedy = f"Convert the data, {convert}, or the model, model.to({x.dtype})."
+            return f"got {_name(x.dtype)} for parameters of {_name(wanted)}", remedy
     return None
 
 
@@ -148,7 +140,7 @@ _GOOD = {
 
 
 def consistency(problem: Problem) -> Iterator[Finding]:
-    """What the first step would refuse, all of it at once."""
+    """Report everything that the first step would refuse."""
     natural, batch = problem.natural, problem.batch
     halves = None if problem.draw.probe is None else problem.draw.probe[1:]
     with watching() as seen:
@@ -171,7 +163,7 @@ def consistency(problem: Problem) -> Iterator[Finding]:
         yield from _rows(problem, first, seen)
 
 
-def _rows(problem: Problem, whole: Evaluation, seen: Seen) -> Iterator[Finding]:
+def _rows(problem: Problem, whole: Evaluation, seen: ModuleLog) -> Iterator[Finding]:
     """Row i of each output must be that of sample i, whatever else is in the batch."""
     assert problem.draw.probe is not None
     start = 0
@@ -179,7 +171,7 @@ def _rows(problem: Problem, whole: Evaluation, seen: Seen) -> Iterator[Finding]:
         part = problem.natural.evaluate(half)
         for k, (z, of_half) in enumerate(zip(whole.outputs, part.outputs, strict=False)):
             if z.ndim == 0 or len(z) != whole.samples or len(of_half) != part.samples:
-                return  # told of by the check of the outputs
+                return  # reported by the check of the outputs
             if _differ(z[start : start + part.samples], of_half):
                 norms = seen.training((torch.nn.modules.batchnorm._NormBase,), problem.names.module)
                 cause = f" ({', '.join(norms)} is in train mode)" if norms else ""
@@ -197,7 +189,7 @@ def _rows(problem: Problem, whole: Evaluation, seen: Seen) -> Iterator[Finding]:
 
 
 def _differ(x: Tensor, y: Tensor) -> bool:
-    """Beyond rounding, where both are defined: batches may be padded to other lengths."""
+    """Whether the common parts differ beyond rounding; batches may be padded to different lengths."""
     if x.ndim != y.ndim:
         return True
     common = tuple(slice(min(i, j)) for i, j in zip(x.shape, y.shape, strict=True))
@@ -208,7 +200,7 @@ def _differ(x: Tensor, y: Tensor) -> bool:
 
 
 def carried(problem: Problem) -> Iterator[Finding]:
-    """How much of the gradient passes through the outputs."""
+    """Report the part of the gradient that does not pass through the outputs."""
     if problem.curvature == "hessian" or not problem.evaluation.outputs:
         return
     problem.bypass = bypass(problem.objective, problem.objective.evaluate(problem.batch))
@@ -218,11 +210,11 @@ def carried(problem: Problem) -> Iterator[Finding]:
         yield Finding("outputs", "ok", "the whole gradient passes through them")
 
 
-_SMALL = 200_000  # parameters up to which float64 costs little beside what it brings
+_SMALL = 200_000  # the largest number of parameters for which float64 is recommended
 
 
 def unready(names: Names) -> Iterator[Finding]:
-    """Parameters that cannot even be looked at."""
+    """Report parameters that cannot be checked."""
     if not names.parameters:
         yield Finding("parameters", "fail", "There are no parameters.", "Give check the model that the closure calls.")
     lazy = [names.parameter(p) for p in names.parameters if is_lazy(p)]
@@ -235,7 +227,7 @@ def unready(names: Names) -> Iterator[Finding]:
 
 
 def trained(problem: Problem) -> Iterator[Finding]:
-    """Counts, frozen and unused parameters."""
+    """Report the number of parameters, and frozen and unused ones."""
     names, params = problem.names, problem.parameters.params
     loss = problem.objective.evaluate(problem.batch).loss
     gradients = torch.autograd.grad(loss, params, allow_unused=True)
@@ -244,12 +236,8 @@ def trained(problem: Problem) -> Iterator[Finding]:
     frozen = [names.parameter(p) for p in names.parameters if not p.requires_grad]
     detail = f"{counted(sum(p.numel() for p in params), 'trained number')} in {counted(len(params), 'tensor')}"
     if len(unused) == len(params):
-        yield Finding(
-            "parameters",
-            "fail",
-            "The loss depends on none of these parameters, though on others: the closure uses another model or a copy.",
-            "Give check and KSD the model that the closure calls.",
-        )
+        detail = "The loss depends on none of these parameters: the closure uses another model, or a copy."
+        yield Finding("parameters", "fail", detail, "Give check and KSD the model that the closure calls.")
         return
     sparse = [names.parameter(p) for p, g in zip(params, gradients, strict=True) if g is not None and g.is_sparse]
     if sparse:
@@ -270,9 +258,9 @@ def trained(problem: Problem) -> Iterator[Finding]:
 
 
 def precision(problem: Problem) -> Iterator[Finding]:
-    """What the dtype allows."""
+    """Report the precision of the dtype."""
     dtype = problem.parameters.params[0].dtype
-    name = str(dtype).removeprefix("torch.")
+    name = _name(dtype)
     if dtype not in (torch.float32, torch.float64):
         yield Finding(
             "precision",

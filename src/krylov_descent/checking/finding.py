@@ -1,4 +1,4 @@
-"""What a check found, one row of a table each, and all of them together as text or JSON."""
+"""The findings of a check, and their report as text or JSON."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class Finding:
     """One row of a check.
 
     Attributes:
-        name: what was looked at.
-        status: "ok"; "warn", which training survives; or "fail", which it does not.
-        detail: what was found.
-        remedy: what to do about it, if there is something to do.
+        name: the subject of the check.
+        status: "ok"; "warn", with which training works; or "fail", with which it does not.
+        detail: the result.
+        remedy: the remedy, if one is needed.
 
     Example:
         >>> from krylov_descent import Finding
@@ -39,11 +39,11 @@ class Finding:
 
 @dataclass(frozen=True)
 class CheckReport:
-    """All that a check found; ``str(report)`` is a table.
+    """All findings of a check; ``str(report)`` is a table.
 
     Attributes:
-        findings: in the order in which they were looked for.
-        line: the imports and the ``KSD(...)`` to paste.
+        findings: the findings, in the order of the checks.
+        line: the imports, and the ``KSD(...)`` or ``GaussNewtonFlow(...)`` to paste.
 
     Example:
         >>> from krylov_descent import CheckReport, Finding
@@ -61,12 +61,12 @@ class CheckReport:
         return all(finding.status != "fail" for finding in self.findings)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, ready for JSON."""
+        """Return plain values, ready for JSON."""
         return {"ok": self.ok, "findings": [asdict(finding) for finding in self.findings], "line": self.line}
 
     @property
     def verdict(self) -> str:
-        """One sentence."""
+        """The verdict in one sentence."""
         failed, warned = (sum(f.status == status for f in self.findings) for status in ("fail", "warn"))
         if failed:
             return f"{counted(failed, 'check')} failed. Remedy what failed, and check again."
@@ -80,53 +80,33 @@ class CheckReport:
 def _row(finding: Finding, width: int) -> str:
     status = finding.status if finding.status == "ok" else finding.status.upper()
     head = f"{status:<{_STATUS}}{finding.name:<{_NAME}}"
-    lines = wrapped(finding.detail, width, head)
+    lines = _wrapped(finding.detail, width, head)
     if finding.remedy:
-        lines += wrapped(finding.remedy, width, " " * (len(head) - 2) + "→ ")
+        lines += _wrapped(finding.remedy, width, " " * (len(head) - 2) + "→ ")
     return "\n".join(lines)
 
 
-def wrapped(text: str, width: int, head: str) -> list[str]:
-    """Lines of text, the first behind ``head`` and the others below it; code and numbers stay whole."""
-    return textwrap.wrap(
-        text,
-        width,
-        initial_indent=head,
-        subsequent_indent=" " * len(head),
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+def _wrapped(text: str, width: int, head: str) -> list[str]:
+    """Return wrapped lines, the first after ``head`` and the others indented; code and numbers stay whole."""
+    wrapper = textwrap.TextWrapper(width, break_long_words=False, break_on_hyphens=False)
+    wrapper.initial_indent, wrapper.subsequent_indent = head, " " * len(head)
+    return wrapper.wrap(text)
 
 
 def counted(n: int, noun: str) -> str:
-    """So many of something.
-
-    Example:
-        >>> counted(1, "check"), counted(2, "check")
-        ('1 check', '2 checks')
-    """
+    """Return a number with its noun: 1 check, 2 checks."""
     return f"{n:,} {noun}{'' if n == 1 else 's'}"
 
 
 def listed(names: Sequence[str], most: int = 8) -> str:
-    """Names in a row; of many, the first and their number.
-
-    Example:
-        >>> listed(["a", "b", "c"], most=2)
-        'a, b, … (3 in all)'
-    """
+    """Return the names in a row, or the first ``most`` and the number of all."""
     if len(names) <= most:
         return ", ".join(names)
     return f"{', '.join(names[:most])}, … ({len(names)} in all)"
 
 
 def bytes_in_words(n: float) -> str:
-    """A number of bytes to read.
-
-    Example:
-        >>> bytes_in_words(3 * 2**20), bytes_in_words(1500)
-        ('3.0 MiB', '1.5 KiB')
-    """
+    """Return bytes in a readable unit: 1.5 KiB, 3.0 MiB."""
     power = 0
     while n >= 1024 and power < len(_UNITS) - 1:
         n /= 1024
@@ -135,6 +115,6 @@ def bytes_in_words(n: float) -> str:
 
 
 def split_remedy(message: str) -> tuple[str, str]:
-    """The package's errors begin with one sentence of what happened, and go on with what to do."""
+    """Split an error message of this package into its first sentence and the remedy."""
     detail, stop, remedy = message.partition(". ")
     return detail + stop.strip(), remedy

@@ -1,7 +1,4 @@
-"""The problem that is checked: closure, parameters, sets, and what earlier checks learned for later ones.
-
-``named`` and its neighbours tell what to call modules, parameters and lines of code, so that a user finds them.
-"""
+"""The problem that is checked, what earlier checks learned for later ones, and names by which a user finds things."""
 
 from __future__ import annotations
 
@@ -21,7 +18,8 @@ from krylov_descent.checking.restore import Buffers
 from krylov_descent.curvature import CURVATURES, CurvatureProduct
 from krylov_descent.objective.closure import Evaluation
 from krylov_descent.optimizer import KSD
-from krylov_descent.samples.subsets import FullBatch, Microbatch, StepSets, Stream, Subsets
+from krylov_descent.samples.interface import FullBatch, Microbatch, StepSets
+from krylov_descent.samples.subsets import Stream, Subsets
 
 _NOT_THE_USERS = (
     str(Path(str(torch.__file__)).parent),
@@ -29,26 +27,26 @@ _NOT_THE_USERS = (
     str(Path(str(os.__file__)).parent),
     "<frozen",
 )
-_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)\s*\n?\s*(?P<code>[^\n]*)')
+_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
 
 
 class Names:
-    """Paths of the modules and parameters of a model, or positions where parameters alone are known.
+    """Names of the modules and parameters of a model: paths, or positions if only parameters are known.
 
     Attributes:
-        model: if one was given.
-        parameters: what steps are to move and what they are not, in order.
+        model: the model, or None.
+        parameters: all parameters in order, frozen ones included.
     """
 
     def __init__(self, model: nn.Module | Iterable[Any]) -> None:
         self.model = model if isinstance(model, nn.Module) else None
+        self._modules: dict[int, str] = {}
         named: list[tuple[str, Tensor]]
         if isinstance(model, nn.Module):
             named = list(model.named_parameters())
-            self._modules = {id(module): path for path, module in model.named_modules(remove_duplicate=True)}
+            self._modules = {id(module): path for path, module in model.named_modules()}
         else:
             named = [(f"parameter {i}", p) for i, p in enumerate(_flat(model))]
-            self._modules = {}
         for _, p in named:
             if not isinstance(p, Tensor):
                 raise ValueError(
@@ -58,19 +56,19 @@ class Names:
         self._parameters = {id(p): name for name, p in named}
 
     def module(self, module: nn.Module, suffix: str = "") -> str:
-        """A module by class and path."""
+        """Return the class and path of a module."""
         path = self._modules.get(id(module), "")
-        if ".parametrizations." in path:  # 0.parametrizations.weight.0: the first one of 0.weight
+        if ".parametrizations." in path:  # 0.parametrizations.weight.0 is the first of 0.weight
             base, _, rest = path.partition(".parametrizations.")
             path = f"{base}.{rest.partition('.')[0]}"
         return f"{type(module).__name__}{suffix}{f' at {path}' if path else ''}"
 
     def parameter(self, p: Tensor) -> str:
-        """A parameter by path."""
+        """Return the path of a parameter."""
         return self._parameters[id(p)]
 
     def owner(self, p: Tensor) -> str:
-        """The path of the module that has a parameter; its own name where that is the model itself."""
+        """Return the path of the module that owns a parameter; the parameter's own name if that is the model."""
         name = self.parameter(p)
         if self.model is None:
             return name
@@ -79,7 +77,7 @@ class Names:
 
 
 def _flat(parameters: Iterable[Any]) -> list[Tensor]:
-    """Parameters of an iterable of parameters, or of groups or (name, parameter) pairs of them."""
+    """Return the parameters from an iterable of parameters, groups, or (name, parameter) pairs."""
     found: list[Tensor] = []
     for entry in parameters:
         if isinstance(entry, Mapping):
@@ -91,12 +89,12 @@ def _flat(parameters: Iterable[Any]) -> list[Tensor]:
 
 
 def is_users(file: str) -> bool:
-    """Whether a file is neither torch's nor this package's nor Python's own."""
+    """Whether a file belongs to neither torch, nor this package, nor Python."""
     return not file.startswith(_NOT_THE_USERS) and "site-packages" not in file
 
 
 def users_line(frames: Sequence[str]) -> str:
-    """The innermost line of the user's among formatted frames, as "train.py:12"; empty if there is none."""
+    """Return the innermost user's line among formatted frames, as "train.py:12"; empty if there is none."""
     for frame in reversed(frames):
         match = _FRAME.search(frame)
         if match and is_users(match["file"]):
@@ -105,7 +103,7 @@ def users_line(frames: Sequence[str]) -> str:
 
 
 def raised_at(error: BaseException) -> str:
-    """Where in the user's code an error arose, as "train.py:12, in closure: z = model(x)"; empty if nowhere."""
+    """Return the user's line that raised an error, as "train.py:12, in closure: z = model(x)"; empty if none."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if is_users(frame.filename):
             code = f": {frame.line}" if frame.line else ""
@@ -113,14 +111,8 @@ def raised_at(error: BaseException) -> str:
     return ""
 
 
-def passed_through(error: BaseException, folder: str) -> bool:
-    """Whether an error came through code in a folder of torch."""
-    frames = traceback.extract_tb(error.__traceback__)
-    return any(folder in Path(frame.filename).parts for frame in frames)
-
-
 def first_line(error: BaseException) -> str:
-    """The error's kind and the first line of its text."""
+    """Return the error's type and the first line of its text."""
     lines = [line for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0].strip()}" if lines else type(error).__name__
 
@@ -131,27 +123,28 @@ Curvature = Literal["ggn", "hessian", "fisher"]
 
 
 class Problem:
-    """What every check looks at.
+    """The subject of every check.
 
     Attributes:
-        names: of modules and parameters.
-        optimizer: made for the check; it takes no step.
-        parameters: as one vector.
-        natural: the objective of the closure as it is.
-        objective: of a closure that draws the same random numbers and finds the same buffers at every call, so that
-            later checks tell something even where those for dropout or BatchNorm failed.
-        krylov_dim, curvature, sets: as given.
+        names: names of modules and parameters.
+        optimizer: the optimizer of the check, which takes no step.
+        parameters: the parameters as one vector.
+        natural: the objective of the unchanged closure.
+        objective: the objective of a closure with the same random numbers and buffers at every call, so that later
+            checks are meaningful even if those for dropout or BatchNorm failed.
+        krylov_dim, curvature, sets: arguments of ``check``.
         draw: the sets of the first step.
-        batch: the small batch that most checks look at; all there is, without sets.
-        few: some samples of it, for what is dear or disturbed by many; all there is, without sets.
-        evaluation: of that batch.
-        wrapped: whether the closure calls a model in a wrapper that no product goes through.
+        batch: the small batch of most checks; without sets, all samples.
+        few: some samples of it, for expensive checks and finite differences; without sets, all samples.
+        evaluation: the evaluation of ``batch``.
+        wrapped: whether the closure calls a model in a wrapper that allows no products.
         deterministic: whether the closure gave the same loss twice.
-        unused: the parameters, by index, that the loss does not depend on.
+        unused: indices of the parameters that the loss does not depend on.
         bypass: the part of the gradient that does not pass through the outputs.
-        working: the curvature to use: the one asked for, or one that was found to work where that does not.
-        room: bytes that a step may take beside the graphs of B; None before the memory was looked at.
+        working: the curvature to use: the one asked for, or another one if that fails.
+        room: the bytes that a step may take beside the graphs of B; None before the memory was checked.
         line: arguments of ``KSD`` that differ from the defaults.
+        flow: whether to begin with ``GaussNewtonFlow`` in place of KSD.
     """
 
     batch: Microbatch
@@ -172,7 +165,7 @@ class Problem:
         self.optimizer = KSD(names.parameters, krylov_dim=krylov_dim, curvature=curvature)
         self.parameters = self.optimizer._parameters()
         self.natural = self.optimizer._objective(closure, sets, self.parameters)
-        # Checked above: it is callable, with or without a batch as sets want it.
+        # The line above has checked the closure's signature.
         self.objective = self.optimizer._objective(_repeatable(closure, buffers), sets, self.parameters)
         self.wrapped = False
         self.deterministic = True
@@ -181,10 +174,12 @@ class Problem:
         self.working: Curvature | None = curvature
         self.room: int | None = None
         self.line: dict[str, str] = {}
+        self.flow = False
 
     def load(self) -> None:
         """Draw the sets of the first step, and load a small batch."""
-        self.draw = (FullBatch() if self.sets is None else self.sets).draw(0, krylov_dim=self.krylov_dim)
+        policy = FullBatch() if self.sets is None else self.sets
+        self.draw = policy.choose(0, policy.init(), krylov_dim=self.krylov_dim, shard=0, of_shards=1).sets
         probe = self.draw.probe
         self.batch = next(iter(self.draw.a)) if probe is None else probe[0]
         self.few = self.batch
@@ -194,7 +189,7 @@ class Problem:
             self.few = next(iter(small.a))
 
     def evaluate_few(self) -> Evaluation:
-        """An evaluation of ``few``; from now on of the whole small batch, if all terms of those are masked."""
+        """Return an evaluation of ``few``, which becomes the whole small batch if all of its terms are masked."""
         evaluation = self.objective.evaluate(self.few)
         if evaluation.weight == 0:
             self.few = self.batch
@@ -203,23 +198,23 @@ class Problem:
 
     @property
     def samples(self) -> dict[str, int]:
-        """Samples in A, B and C; without sets, all that the closure evaluates."""
+        """The numbers of samples in A, B and C; without sets, those of the closure."""
         return dict(self.draw.sizes) or dict.fromkeys("ABC", self.evaluation.samples)
 
     def first_microbatch(self, of: Literal["A", "B", "C"]) -> tuple[Microbatch, int]:
-        """A micro-batch of a set, as large as those of a step, and how many of them the set has."""
+        """Return a micro-batch of a set, as large as those of a step, and their number in the set."""
         a = self.draw.a
         if not isinstance(self.sets, Subsets) or not isinstance(a, Stream):
             batches = {"A": self.draw.a, "B": self.draw.b, "C": self.draw.c}[of]
             return next(iter(batches)), len(batches) if isinstance(batches, Sized) else 1
         number = -(-self.samples[of] // a.sample_set.batch_size)
-        # The set in as many shards as it has micro-batches: only the first is loaded.
+        # As many shards as micro-batches, so that only the first is loaded.
         first = self.sets.draw(0, krylov_dim=self.krylov_dim, of_shards=number)
         batches = {"A": first.a, "B": first.b, "C": first.c}[of]
         return next(iter(batches)), number
 
     def direction(self) -> Tensor:
-        """A random vector [P] that changes every parameter by about as much as it is large."""
+        """Return a random vector [P] with entries about as large as those of each parameter."""
         generator = torch.Generator("cpu").manual_seed(0)
         parts = []
         for p in self.parameters.params:
@@ -229,11 +224,11 @@ class Problem:
         return self.parameters.flatten(parts)
 
     def product(self, curvature: Curvature, v: Tensor) -> Tensor:
-        """v [P] → Hv [P] on few samples, as a step takes it."""
+        """Return Hv [P] on few samples, by the product of a step."""
         return CurvatureProduct(CURVATURES[curvature], self.objective, [self.few])(v)
 
     def full_precision(self) -> AbstractContextManager[Any]:
-        """As a step runs."""
+        """Return the context in which a step runs."""
         return self.optimizer._full_precision()
 
 

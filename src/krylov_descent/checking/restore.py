@@ -1,4 +1,4 @@
-"""Leaves everything as it was: parameters, their .grad, buffers, and random number generators."""
+"""Restoring parameters, their .grad, buffers, and random number generators after a check."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from krylov_descent.objective.consistency import same_bits
 
 
 class Buffers:
-    """The buffers of a model as they were."""
+    """Copies of the buffers of a model."""
 
     def __init__(self, model: nn.Module | None) -> None:
         modules = [] if model is None else list(model.modules())
@@ -27,7 +27,7 @@ class Buffers:
         ]
 
     def restore(self) -> None:
-        """Put back what moved; graphs that hold a buffer are not told, as they would refuse to be used."""
+        """Restore changed buffers through .data, so that graphs that hold one stay valid."""
         for module, key, buffer, before in self._kept:
             module._buffers[key] = buffer
             if not same_bits(buffer, before):
@@ -36,29 +36,28 @@ class Buffers:
 
 @contextmanager
 def as_found(model: nn.Module | None, params: Sequence[Tensor]) -> Iterator[Buffers]:
-    """Whatever happens inside, afterwards all is as before; gives the buffers as they were."""
+    """A context that restores everything at its end; yields the copies of the buffers."""
     buffers = Buffers(model)
-    values = [(p, p.data, p.detach().clone(), p.requires_grad) for p in params]
-    gradients = [(p, p.grad, None if p.grad is None else p.grad.detach().clone()) for p in params]
+    tensors = [x for p in params for x in (p, p.grad) if x is not None]
+    values = [(x, x.data, x.detach().clone()) for x in tensors]
+    flags = [(p, p.requires_grad, p.grad) for p in params]
     restore_generators = _generators()
     try:
         yield buffers
     finally:
         buffers.restore()
-        for p, data, before, requires_grad in values:
-            p.data = data
+        for x, data, before in values:
+            x.data = data
             if not torch.equal(data, before):
                 data.copy_(before)
+        for p, requires_grad, gradient in flags:
             p.requires_grad_(requires_grad)
-        for p, gradient, copy in gradients:
             p.grad = gradient
-            if gradient is not None and copy is not None and not torch.equal(gradient, copy):
-                gradient.detach().copy_(copy)
         restore_generators()
 
 
 def _generators() -> Callable[[], None]:
-    """What puts back the generators of torch, Python and, if it is there, numpy."""
+    """Return a function that restores the generators of torch, Python and, if imported, numpy."""
     cpu, python = torch.get_rng_state(), random.getstate()
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
     numpy: Any = sys.modules.get("numpy")

@@ -1,13 +1,13 @@
-"""Checks of second derivatives: everything can be differentiated twice, and products come out right.
+"""Checks of second derivatives: every operation is twice differentiable, and products are right.
 
-PyTorch's anomaly mode remembers, for every node of a graph, the line of code that made it and, for nodes made by a
-backward pass, the node that was being differentiated: that leads from a failure back to the forward pass, and a trace
-of modules to the module.
+PyTorch's anomaly mode records, for every node of a graph, the line of code that made it and, for nodes of a backward
+pass, the node that was being differentiated: that leads from a failure back to the forward pass. A trace of module
+calls leads from there to the module.
 
 Letters: z outputs, J = ∂z/∂θ, δ = ∂loss/∂z, g = ∂loss/∂θ, v a direction, h a small step along it.
 
-With the loss a function of z alone, δ(θ + hv) − δ(θ − hv) ≈ 2h H_L Jv, so that Jᵀ of it is 2h Gv: the Gauss–Newton
-product without a second derivative.
+If the loss is a function of z alone, δ(θ + hv) − δ(θ − hv) ≈ 2h H_L Jv, and Jᵀ of it is 2h Gv: the Gauss–Newton product
+without a second derivative.
 """
 
 from __future__ import annotations
@@ -22,15 +22,11 @@ from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import set_detect_anomaly
 from torch.autograd.graph import Node
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.modules.module import (
-    _global_forward_hooks_with_kwargs,
-    register_module_forward_hook,
-    register_module_forward_pre_hook,
-)
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from krylov_descent.checking.doubled import doubled
 from krylov_descent.checking.finding import Finding
 from krylov_descent.checking.problem import Curvature, Problem, first_line, users_line
 from krylov_descent.curvature import CURVATURES
@@ -38,11 +34,11 @@ from krylov_descent.objective.closure import Evaluation, row_dots, row_scaled
 
 
 class Trace:
-    """What ran inside ``traced``.
+    """The module calls inside ``traced``.
 
     Attributes:
-        active: (module, arguments) of the calls under way, the innermost last; after an error, those it arose in.
-        maker: node → the innermost module whose call made it; nodes made outside of all modules are not in it.
+        active: (module, arguments) of the active calls, the innermost last; after an error, those that raised it.
+        maker: node → the innermost module whose call made it; nodes made outside of all modules are missing.
     """
 
     def __init__(self) -> None:
@@ -53,13 +49,12 @@ class Trace:
         self._claim(args, self.active[-1][0] if self.active else None)
         self.active.append((module, args))
 
-    def _leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
+    def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         self.active.pop()
-        self._claim((args, kwargs), self.active[-1][0] if self.active else None)
         self._claim(output, module)
 
     def _claim(self, tensors: Any, module: nn.Module | None) -> None:
-        """Nodes that no one has claimed yet are this module's: inner calls end before outer ones."""
+        """Assign unclaimed nodes to this module: inner calls end before outer ones."""
         roots = [x.grad_fn for x in _tensors(tensors) if x.grad_fn is not None]
         for node in walk(roots, self.maker):
             self.maker[node] = module
@@ -77,7 +72,7 @@ def _tensors(x: Any) -> Iterator[Tensor]:
 
 
 def walk(roots: Iterable[Node | None], known: Mapping[Node, Any] | None = None) -> list[Node]:
-    """The nodes of a graph, those nearest to the roots first, up to those that are known already."""
+    """Return the nodes of a graph, the nearest to the roots first, up to known ones."""
     known = {} if known is None else known
     found: dict[Node, None] = {}
     front = [node for node in roots if node is not None and node not in known]
@@ -93,35 +88,26 @@ def walk(roots: Iterable[Node | None], known: Mapping[Node, Any] | None = None) 
 
 @contextmanager
 def traced() -> Iterator[Trace]:
-    """Note which modules run inside, also those that are no part of the model (losses)."""
+    """Trace the modules that run inside, including those outside of the model (losses)."""
     trace = Trace()
-    handles = [
-        register_module_forward_pre_hook(trace._enter),
-        register_module_forward_hook(trace._leave, with_kwargs=True),
-    ]
-    try:
+    with register_module_forward_pre_hook(trace._enter), register_module_forward_hook(trace._leave):
         yield trace
-    finally:
-        for handle in handles:
-            handle.remove()
-            # torch forgets this entry, and torch.compile would take it for a hook for the rest of the process.
-            _global_forward_hooks_with_kwargs.pop(handle.id, None)
 
 
-_REENTRANT = "CheckpointFunctionBackward"  # parameters used inside get no gradient at all
-_WEIGHT_NORM = "WeightNormInterfaceBackward0"  # differentiated twice without an error and with a wrong result
+_REENTRANT = "CheckpointFunctionBackward"  # parameters used inside get no gradient
+_WEIGHT_NORM = "WeightNormInterfaceBackward0"  # its second derivative is wrong, without an error
 _REFUSALS = ("torch::autograd::NotImplemented", "torch::autograd::Error", "torch::autograd::DelayedError")
 _BLAMED = re.compile(r"Error detected in (\w+)\.")
 
 
 @dataclass(frozen=True)
 class Culprit:
-    """An operation that stands in the way.
+    """An operation without a right second derivative.
 
     Attributes:
         node: the name of its autograd node, "EmbeddingBagBackward0".
         place: "EmbeddingBag at encoder.bag", or "train.py:12" for code outside of modules.
-        custom: whether it is a torch.autograd.Function of someone's own.
+        custom: whether it is a custom torch.autograd.Function.
     """
 
     node: str
@@ -130,7 +116,7 @@ class Culprit:
 
     @property
     def operation(self) -> str:
-        """The name that a user knows.
+        """The name of the operation in user code.
 
         Example:
             >>> Culprit("CtcLossBackward0", "", custom=False).operation
@@ -144,9 +130,9 @@ class Culprit:
 
 
 def locate(problem: Problem, curvature: Curvature) -> list[Culprit]:
-    """The operations of the closure that this curvature cannot do with; none if all is well."""
+    """Return the operations of the closure that this curvature cannot differentiate."""
     params = problem.parameters.params
-    with _remembering(), sdpa_kernel(SDPBackend.MATH):
+    with set_detect_anomaly(True, check_nan=False), sdpa_kernel(SDPBackend.MATH):
         with traced() as trace:
             evaluation = problem.evaluate_few()
         forward = walk([evaluation.loss.grad_fn, *(z.grad_fn for z in evaluation.outputs)])
@@ -166,8 +152,8 @@ def locate(problem: Problem, curvature: Curvature) -> list[Culprit]:
 
 
 def custom_functions(problem: Problem) -> list[Culprit]:
-    """The autograd functions of someone's own that the closure uses: the usual suspects when a product is wrong."""
-    with _remembering(), traced() as trace:
+    """Return the custom autograd functions of the closure, the likely cause of a wrong product."""
+    with set_detect_anomaly(True, check_nan=False), traced() as trace:
         evaluation = problem.evaluate_few()
     nodes = [node for node in walk([evaluation.loss.grad_fn]) if _is_custom(node)]
     return list(dict.fromkeys(_culprit(node, trace, problem) for node in nodes))
@@ -176,7 +162,7 @@ def custom_functions(problem: Problem) -> list[Culprit]:
 def _first_derivatives(
     evaluation: Evaluation, params: Sequence[Tensor], curvature: Curvature
 ) -> Iterator[tuple[list[Tensor], Sequence[Tensor]]]:
-    """What a curvature differentiates again, and with respect to what."""
+    """Yield the first derivatives that a curvature differentiates again, and the inputs of that."""
     if curvature == "hessian":
         yield _graphs(torch.autograd.grad(evaluation.loss, params, create_graph=True, allow_unused=True)), params
         return
@@ -192,14 +178,8 @@ def _graphs(tensors: Sequence[Tensor | None]) -> list[Tensor]:
 
 
 @contextmanager
-def _remembering() -> Iterator[None]:
-    with torch.autograd.set_detect_anomaly(True, check_nan=False):
-        yield
-
-
-@contextmanager
 def _blaming() -> Iterator[set[str]]:
-    """Names of the nodes in which an error arises inside; the error itself ends here."""
+    """Yield a set that gets the names of the nodes that raise an error inside; suppresses the error."""
     names: set[str] = set()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -211,7 +191,7 @@ def _blaming() -> Iterator[set[str]]:
 
 
 def _origin(node: Node, trace: Trace) -> Node:
-    """The node of the forward pass that a node of a backward pass came from."""
+    """Return the node of the forward pass from which a node of a backward pass came."""
     while node not in trace.maker:
         parent = _metadata(node).get("parent_")
         if not isinstance(parent, Node):
@@ -229,13 +209,13 @@ def _culprit(node: Node, trace: Trace, problem: Problem) -> Culprit:
 
 
 def _named(maker: nn.Module, problem: Problem, line: str) -> str:
-    """A module by path; one that is no part of the model (a loss), by the line that called it."""
+    """Return the path of a module, or for one outside of the model (a loss) the line that called it."""
     name = problem.names.module(maker)
     return name if " at " in name or not line else f"{name} ({line})"
 
 
 def _metadata(node: Node) -> dict[str, Any]:
-    remembered: Any = node.metadata  # a property, of which torch's stubs make a method
+    remembered: Any = node.metadata  # a property; torch's stubs declare a method
     return dict(remembered)
 
 
@@ -243,94 +223,47 @@ def _is_custom(node: Node) -> bool:
     return isinstance(node, torch.autograd.function.BackwardCFunction)
 
 
-_TOLERANCE = 1e-2  # what is looked for is far larger, and products of float32 are good to 1e-4 at worst
-_STEPS = (1e-4, 1e-5, 1e-7, 1e-8, 1e-9)
-_TOLERANCE_IN_SINGLE = 0.1  # of differences that were taken in float32
-_STEPS_IN_SINGLE = (3e-2, 1e-2, 3e-3, 1e-3)
+# Real errors are far larger. Long steps have truncation error, short ones rounding.
+_TOLERANCE, _STEPS = 1e-2, (1e-4, 1e-5, 1e-7, 1e-8, 1e-9)
+_TOLERANCE_IN_SINGLE, _STEPS_IN_SINGLE = 0.1, (3e-2, 1e-2, 3e-3, 1e-3)
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """A product and its reference.
+def _error(problem: Problem, curvature: Curvature) -> tuple[float, float]:
+    """How far the product on few samples, as a step takes it, is off, relative to its size or that of its reference.
 
-    Attributes:
-        error: ‖Hv − reference‖ relative to the larger of the two.
-        spread: of the reference: how far those of two step lengths are apart. Where kinks (ReLU, max) are crossed,
-            each length gives something else, and none tells of the product.
-        tolerance: what rounding explains.
-        double: whether the reference was taken in float64.
+    The reference are differences of first derivatives, for the best of some step lengths.
+
+    Returns:
+        The error, and the spread: how far the references of two step lengths are apart. Where kinks (ReLU, max) are
+        crossed, each length gives something else, and none tells of the product.
     """
-
-    error: float
-    spread: float
-    tolerance: float
-    double: bool
-
-    @property
-    def agrees(self) -> bool:
-        """Whether they are the same, to rounding."""
-        return self.error <= self.tolerance
-
-    @property
-    def conclusive(self) -> bool:
-        """Whether the reference is known well enough to blame the product."""
-        return self.spread <= 0.3 * self.error
-
-
-def compare(problem: Problem, curvature: Curvature) -> Comparison:
-    """The product of a curvature on the small batch, as a step takes it, against its reference."""
-    v = problem.direction()
-    _evaluate(problem)  # settles which samples
-    product = problem.product(curvature, v).double()
-    double = problem.parameters.params[0].dtype == torch.float64
-    if not double:
-        natural = _evaluate(problem)
-        try:
-            with doubled(problem.names.parameters, problem.names.model):
-                here = _evaluate(problem)
-                forward_error = _distance(natural, here)
-                if forward_error < 0.1:
-                    error, spread = _errors(problem, curvature, v, product, here, _STEPS)
-                    return Comparison(error, spread, max(_TOLERANCE, 30 * forward_error), True)
-        except Exception:  # the closure insists on its dtype
-            pass
     here = _evaluate(problem)
-    steps = _STEPS if double else _STEPS_IN_SINGLE
-    error, spread = _errors(problem, curvature, v, product, here, steps)
-    return Comparison(error, spread, _TOLERANCE if double else _TOLERANCE_IN_SINGLE, double)
-
-
-def _errors(
-    problem: Problem, curvature: Curvature, v: Tensor, product: Tensor, here: Evaluation, steps: Sequence[float]
-) -> tuple[float, float]:
-    """Error and spread for the best of some step lengths: too long a step bends, too short a one rounds."""
-    params = problem.parameters.params
+    params, v = problem.parameters.params, problem.direction()
+    product = problem.product(curvature, v).double()
     g = float(_flat(_or_zeros(_grad(here.loss, params), params)).norm())
-    best, spread = math.inf, math.inf
+    error, spread = math.inf, math.inf
     last: Tensor | None = None
-    for h in steps:
-        reference = _quotient(problem, curvature, v.double(), here, h)
+    for h in _STEPS if params[0].dtype == torch.float64 else _STEPS_IN_SINGLE:
+        reference = _quotient(problem, curvature, v, here, h)
         scale = max(float(product.norm()), float(reference.norm()))
         if scale <= 1e3 * torch.finfo(here.loss.dtype).eps / h * g:
-            # Nothing but rounding. No curvature at all, if that is so for the longest step.
-            return (0.0, 0.0) if last is None else (best, spread)
-        best = min(best, float((product - reference).norm()) / scale)
+            break  # nothing but rounding
+        error = min(error, float((product - reference).norm()) / scale)
         if last is not None:
             spread = min(spread, float((last - reference).norm()) / scale)
-        if best <= _TOLERANCE:
+        if error <= _TOLERANCE:
             break
         last = reference
-    return best, spread
+    return error, spread
 
 
 def _quotient(problem: Problem, curvature: Curvature, v: Tensor, here: Evaluation, h: float) -> Tensor:
     params = problem.parameters.params
-    with _moved(problem, v, h) as forwards:
+    with _moved(problem, v, h):
         there = _derivatives(problem, curvature)
-    with _moved(problem, v, -h) as backwards:
+    with _moved(problem, v, -h):
         behind = _derivatives(problem, curvature)
-    step = forwards - backwards  # as it was rounded
-    difference = [(x.double() - y.double()) / step for x, y in zip(there, behind, strict=True)]
+    difference = [(x.double() - y.double()) / (2 * h) for x, y in zip(there, behind, strict=True)]
     if curvature == "hessian":
         return _flat(difference)
     if curvature == "fisher":
@@ -350,7 +283,7 @@ def _quotient(problem: Problem, curvature: Curvature, v: Tensor, here: Evaluatio
 
 
 def _derivatives(problem: Problem, curvature: Curvature) -> Sequence[Tensor]:
-    """What a difference is taken of: g for the Hessian, δ for Gauss–Newton, z for Fisher."""
+    """Return the terms of a difference: g for the Hessian, δ for Gauss–Newton, z for Fisher."""
     evaluation = _evaluate(problem)
     if curvature == "fisher":
         return [z.detach() for z in evaluation.outputs]
@@ -363,37 +296,23 @@ def _grad(loss: Tensor, inputs: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
 
 
 def _evaluate(problem: Problem) -> Evaluation:
-    # The fused kernels of attention round otherwise.
+    # The fused attention kernels round differently.
     with sdpa_kernel(SDPBackend.MATH):
         return problem.evaluate_few()
 
 
 @contextmanager
-def _moved(problem: Problem, v: Tensor, h: float) -> Iterator[float]:
-    """θ + hv inside; gives the step as the parameters could hold it, along v."""
+def _moved(problem: Problem, v: Tensor, h: float) -> Iterator[None]:
+    """A context at θ + hv; written through .data, so that graphs that hold θ stay valid."""
     params = problem.parameters.params
     before = [p.detach().clone() for p in params]
     try:
-        with torch.no_grad():
-            for p, along in zip(params, problem.parameters.views(v), strict=True):
-                p.data.copy_(p.double() + h * along)  # .data: graphs that hold p stay valid, as it comes back
-            moved = _flat([p.double() - x.double() for p, x in zip(params, before, strict=True)])
-        yield float(moved @ v) / float(v @ v)
+        for p, along in zip(params, problem.parameters.views(v), strict=True):
+            p.data.add_(along.to(p.dtype), alpha=h)
+        yield
     finally:
-        with torch.no_grad():
-            for p, x in zip(params, before, strict=True):
-                p.data.copy_(x)
-
-
-def _distance(x: Evaluation, y: Evaluation) -> float:
-    """How far two evaluations are apart, relative to their size."""
-    pairs = [(x.loss, y.loss), *zip(x.outputs, y.outputs, strict=True)]
-    errors = [
-        float((a.detach().double() - b.detach().double()).norm()) / (float(b.detach().double().norm()) or 1.0)
-        for a, b in pairs
-    ]
-    worst = max(errors)
-    return worst if math.isfinite(worst) else math.inf
+        for p, x in zip(params, before, strict=True):
+            p.data.copy_(x)
 
 
 def _or_zeros(tensors: Sequence[Tensor | None], like: Sequence[Tensor]) -> list[Tensor]:
@@ -404,7 +323,7 @@ def _flat(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([x.detach().double().reshape(-1) for x in tensors])
 
 
-# By the beginning of the autograd node's name.
+# Remedies by the beginning of the autograd node's name.
 _REMEDIES = {
     "EmbeddingBag": "Use nn.Embedding(...) and .mean(1) (or .sum(1)) in its place.",
     "CheckpointFunction": "Use torch.utils.checkpoint.checkpoint(..., use_reentrant=False).",
@@ -426,7 +345,7 @@ _UNKNOWN = "Write it with other operations."
 
 
 def twice(problem: Problem) -> Iterator[Finding]:
-    """The curvature that was asked for; where it fails, the first other one that works is named."""
+    """Check the requested curvature; if it fails, name the first other one that works."""
     findings = list(_examined(problem, problem.curvature))
     if all(finding.status != "fail" for finding in findings):
         yield from findings
@@ -441,7 +360,7 @@ def twice(problem: Problem) -> Iterator[Finding]:
 
 
 def named(problem: Problem) -> Iterator[Finding]:
-    """The operations that stand in the way of even a gradient."""
+    """Report the operations that prevent even a gradient."""
     culprits = locate(problem, problem.curvature)
     if culprits:
         yield _with_names(culprits, None)
@@ -449,16 +368,18 @@ def named(problem: Problem) -> Iterator[Finding]:
 
 def _examined(problem: Problem, kind: Curvature) -> Iterator[Finding]:
     culprits = locate(problem, kind)
-    comparison, error = _compared(problem, kind)
-    if culprits:
-        yield _with_names(culprits, error)
-    elif error is not None:
+    try:
+        error, spread = _error(problem, kind)
+    except Exception as raised:
         remedy = "The model must be differentiable twice, in the mode in which it is trained."
-        yield Finding("twice", "fail", f"The product of curvature={kind!r} fails: {first_line(error)}", remedy)
-    else:
-        yield Finding("twice", "ok", f"every operation differentiates as curvature={kind!r} needs")
-    if comparison is not None and not culprits:
-        yield _judged(problem, kind, comparison)
+        detail = f"The product of curvature={kind!r} fails: {first_line(raised)}"
+        yield _with_names(culprits, raised) if culprits else Finding("twice", "fail", detail, remedy)
+        return
+    if culprits:
+        yield _with_names(culprits, None)
+        return
+    yield Finding("twice", "ok", f"every operation differentiates as curvature={kind!r} needs")
+    yield _judged(problem, kind, error, spread)
 
 
 def _works(problem: Problem, kind: Curvature) -> bool:
@@ -468,13 +389,6 @@ def _works(problem: Problem, kind: Curvature) -> bool:
         return all(finding.status == "ok" for finding in _examined(problem, kind))
     except Exception:
         return False
-
-
-def _compared(problem: Problem, kind: Curvature) -> tuple[Comparison | None, Exception | None]:
-    try:
-        return compare(problem, kind), None
-    except Exception as error:
-        return None, error
 
 
 def _with_names(culprits: Sequence[Culprit], error: Exception | None) -> Finding:
@@ -496,15 +410,15 @@ def _remedy(culprit: Culprit) -> str:
     return next((text for start, text in _REMEDIES.items() if culprit.node.startswith(start)), _UNKNOWN)
 
 
-def _judged(problem: Problem, kind: Curvature, comparison: Comparison) -> Finding:
-    how = "differences in float64" if comparison.double else "differences in float32"
-    if comparison.agrees:
-        measured = f" to {comparison.error:.0e}" if comparison.error > 0 else ""
-        return Finding("product", "ok", f"agrees with {how}{measured}")
-    detail = f"The {kind!r} product is off by {comparison.error:.0%} against {how}."
-    if not comparison.conclusive:
-        detail = f"not told by {how}, which cross too many kinks (ReLU, max) or round too much"
+def _judged(problem: Problem, kind: Curvature, error: float, spread: float) -> Finding:
+    dtype = problem.parameters.params[0].dtype
+    how = f"differences in {str(dtype).removeprefix('torch.')}"
+    if error <= (_TOLERANCE if dtype == torch.float64 else _TOLERANCE_IN_SINGLE):
+        return Finding("product", "ok", f"agrees with {how} to {error:.0e}")
+    if not spread <= 0.3 * error < math.inf:
+        detail = f"not told by {how}, which cross too many kinks (ReLU, max) or are rounding alone"
         return Finding("product", "ok", detail)
+    detail = f"The {kind!r} product is off by {error:.0%} against {how}."
     if not problem.deterministic:
         return Finding("product", "warn", f"{detail} The closure is random, which may explain it.")
     if kind == "ggn" and problem.bypass > 0:

@@ -24,8 +24,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         from krylov_descent.cli.commands import run
     except ImportError as error:
-        if error.name not in ("tyro", "rich"):
+        if error.name != "tyro":
             raise
-        sys.stderr.write(f"The command line needs {error.name}: pip install 'krylov-descent[cli]'\n")
+        sys.stderr.write("The command line needs tyro: pip install 'krylov-descent[cli]'\n")
         return 2
     return run(arguments)

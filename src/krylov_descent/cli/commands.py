@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Sequence
 from typing import Annotated
@@ -10,7 +11,7 @@ import tyro
 
 from krylov_descent.cli.options import Check, Plot, Train
 from krylov_descent.cli.screen import complain, say
-from krylov_descent.cli.target import UsageError
+from krylov_descent.cli.target import UsageError, load
 
 Command = (
     Annotated[Check, tyro.conf.subcommand("check")]
@@ -36,7 +37,11 @@ def run(arguments: Sequence[str]) -> int:
     except SystemExit as end:  # tyro has told why
         return end.code if isinstance(end.code, int) else 2
     try:
-        return _do(command)
+        if isinstance(command, Train):
+            from krylov_descent.cli.training import train_target  # a picture needs no optimizer
+
+            return train_target(command)
+        return _check(command) if isinstance(command, Check) else _plot(command)
     except UsageError as error:
         complain(error.what, error.remedy)
         return 2
@@ -45,17 +50,32 @@ def run(arguments: Sequence[str]) -> int:
         return 130
 
 
-def _do(command: object) -> int:
-    # Imported when needed: a picture needs no optimizer, nor a run the plots.
-    if isinstance(command, Check):
-        from krylov_descent.cli.checking import check_target
+def _check(command: Check) -> int:
+    from krylov_descent.checking import check
 
-        return check_target(command.target, command.krylov_dim, command.curvature, as_json=command.json)
-    if isinstance(command, Train):
-        from krylov_descent.cli.training import train_target
+    target = load(command.target)
+    try:
+        report = check(
+            target.closure, target.model, target.sets, krylov_dim=command.krylov_dim, curvature=command.curvature
+        )
+    except ValueError as error:
+        raise UsageError(str(error), "krylov-descent check --help") from error
+    say(json.dumps(report.as_dict(), indent=2, ensure_ascii=False) if command.json else str(report))
+    return 0 if report.ok else 1
 
-        return train_target(command)
-    assert isinstance(command, Plot)
-    from krylov_descent.cli.plotting import plot_log
 
-    return plot_log(command.log, command.out)
+def _plot(command: Plot) -> int:
+    from krylov_descent import plot
+
+    log = command.log / "log.jsonl" if command.log.is_dir() else command.log
+    if not log.is_file():
+        raise UsageError(f"There is no log {log}.", "Give the log.jsonl of `krylov-descent train`, or its directory.")
+    try:
+        reports = plot.read(log)
+        figure = plot.overview(reports)
+        command.out.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(command.out)
+    except (ImportError, ValueError, OSError) as error:
+        raise UsageError(f"{log} could not be drawn: {error}", "krylov-descent plot --help") from error
+    say(f"{command.out}: {len(reports)} step{'' if len(reports) == 1 else 's'} of {log}")
+    return 0

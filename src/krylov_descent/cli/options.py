@@ -44,12 +44,12 @@ class Train:
     """End after so many steps in a row without a better loss."""
     gtol: float = 0.0
     """End when the gradient's norm is at most this."""
+    method: Literal["ksd", "flow"] = "ksd"
+    """flow: GaussNewtonFlow, for physics-informed networks; the command check tells."""
     krylov_dim: int = 20
-    """K, the Krylov vectors of a step."""
-    basis: Literal["krylov", "rational"] = "krylov"
-    """rational: for physics-informed networks; the command check tells."""
+    """K, the Krylov vectors of a step; ksd only."""
     curvature: Literal["ggn", "hessian", "fisher"] = "ggn"
-    """Gauss–Newton, the exact Hessian, or the empirical Fisher matrix."""
+    """Gauss–Newton, the exact Hessian, or the empirical Fisher matrix; ksd only."""
     weight_decay: float = 0.0
     """c of ½·c·‖θ‖², added to the loss."""
     progress: bool = True

@@ -5,24 +5,24 @@ from __future__ import annotations
 import json
 import sys
 import time
-from dataclasses import fields
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from krylov_descent import checkpoint
+from krylov_descent.base import CurvatureOptimizer
 from krylov_descent.checking.finding import counted
 from krylov_descent.checking.problem import first_line, raised_at
 from krylov_descent.cli.options import Train
 from krylov_descent.cli.screen import complain, say
 from krylov_descent.cli.target import UsageError, load
+from krylov_descent.flow.optimizer import GaussNewtonFlow
 from krylov_descent.optimizer import KSD
 from krylov_descent.run import EndReason, Run
 from krylov_descent.safety.tensor_file import replacing
 from krylov_descent.writers import JSONLWriter
 
-_KEPT = ("krylov_dim", "basis", "curvature", "weight_decay")  # what makes a run that goes on the same run
 _SHARE = 0.05  # of a run's time that may go into checkpoints
 
 
@@ -32,16 +32,16 @@ def train_target(command: Train) -> int:
     path, log = out / "checkpoint.safetensors", out / "log.jsonl"
     if path.exists() and not command.resume:
         raise UsageError(f"{out} has a run already.", "Go on with it by --resume, or give another --out.")
+    if command.method == "flow" and (command.krylov_dim, command.curvature) != (Train.krylov_dim, Train.curvature):
+        raise UsageError(
+            "--method flow goes with neither --krylov-dim nor --curvature: the flow has no Krylov vectors, and its "
+            "curvature is Gauss–Newton.",
+            "Leave out one or the other.",
+        )
     target = load(command.target)
     out.mkdir(parents=True, exist_ok=True)
     try:
-        optimizer = KSD(
-            target.model.parameters(),
-            krylov_dim=command.krylov_dim,
-            basis=command.basis,
-            curvature=command.curvature,
-            weight_decay=command.weight_decay,
-        )
+        optimizer = _optimizer(command, target.model)
         checkpoints = Checkpoints(path, target.model, optimizer)
         before = checkpoints.load() if command.resume else 0
         bar = command.progress and sys.stderr.isatty()
@@ -71,11 +71,13 @@ def train_target(command: Train) -> int:
                 if command.progress and not bar:
                     say(str(report))
     except KeyboardInterrupt:
-        _say_interrupted(command, checkpoints, path)
+        sys.stderr.write("\n")
+        kept = f"{path} has {counted(checkpoints.saved, 'step')}: to go on, add --resume to the same command."
+        say(f"Interrupted. {kept if checkpoints.saved else 'There is no checkpoint: no step was done.'}")
         return 130
     except Exception as error:
         checkpoints.save()  # a step that fails leaves everything as it was before
-        _complain_of(error, command)
+        complain(_told(error), f"krylov-descent check {command.target} looks for all causes.")
         return 1
     if run.steps == 0 and before > 0:
         optimizer.settle(target.closure, target.sets)  # what the end of the run would have done
@@ -87,12 +89,27 @@ def train_target(command: Train) -> int:
     return 0
 
 
-class Checkpoints:
-    """The checkpoint of a run: saved after a step, unless that would take too much of the time."""
+def _optimizer(command: Train, model: nn.Module) -> CurvatureOptimizer:
+    if command.method == "flow":
+        return GaussNewtonFlow(model.parameters(), weight_decay=command.weight_decay)
+    return KSD(
+        model.parameters(),
+        krylov_dim=command.krylov_dim,
+        curvature=command.curvature,
+        weight_decay=command.weight_decay,
+    )
 
-    def __init__(self, path: Path, model: nn.Module, optimizer: KSD) -> None:
+
+class Checkpoints:
+    """The checkpoint of a run: saved after a step, unless that would take too much of the time.
+
+    Attributes:
+        saved: the steps behind the checkpoint that is on disk.
+    """
+
+    def __init__(self, path: Path, model: nn.Module, optimizer: CurvatureOptimizer) -> None:
         self._path, self._model, self._optimizer = path, model, optimizer
-        self._steps = self._saved = 0
+        self._steps = self.saved = 0
         self._took, self._last = 0.0, 0.0
 
     def load(self) -> int:
@@ -101,7 +118,7 @@ class Checkpoints:
         Raises:
             UsageError: it is damaged, or not one of this run.
         """
-        anew = "Resume with the function that began the run, or begin anew in another --out."
+        anew = "Resume with the function and the options that began the run, or begin anew in another --out."
         try:
             extra = checkpoint.load(self._path, self._model, self._optimizer)
         except ValueError as error:
@@ -110,7 +127,7 @@ class Checkpoints:
             return 0
         try:
             torch.set_rng_state(torch.tensor([*bytes.fromhex(extra["generator"])], dtype=torch.uint8))
-            self._steps = self._saved = int(extra["steps"])
+            self._steps = self.saved = int(extra["steps"])
         except (ValueError, LookupError, RuntimeError, TypeError) as error:
             raise UsageError(f"{self._path} was not written by krylov-descent train.", anew) from error
         return self._steps
@@ -123,19 +140,14 @@ class Checkpoints:
 
     def save(self) -> None:
         """Save, unless the present state is saved already."""
-        if self._saved == self._steps:
+        if self.saved == self._steps:
             return
         start = time.perf_counter()
         extra = {"steps": self._steps, "generator": bytes(torch.get_rng_state().tolist()).hex()}
         checkpoint.save(self._path, self._model, self._optimizer, extra=extra)
-        self._saved = self._steps
+        self.saved = self._steps
         self._last = time.perf_counter()
         self._took = self._last - start
-
-    @property
-    def saved(self) -> int:
-        """The steps behind the checkpoint that is on disk."""
-        return self._saved
 
 
 def _forget_after(log: Path, steps: int) -> None:
@@ -162,33 +174,14 @@ def _say_ended(run: Run, before: int, out: Path) -> None:
     if run.steps == 0:
         say(f"No step was taken: {run.reason.value} after {counted(before, 'step')}. {run.reason.remedy}")
     else:
-        say(f"Ended after {counted(before + run.steps, 'step')} at loss {run.loss:.6g}: {run.reason.value}.", "bold")
-        say(_remedy(run.reason))
+        say(f"Ended after {counted(before + run.steps, 'step')} at loss {run.loss:.6g}: {run.reason.value}.")
+        cut = run.reason in (EndReason.MAX_STEPS, EndReason.SECONDS)
+        more = "For more: --resume, with more --max-steps or --seconds."
+        say(f"{run.reason.remedy.partition('. ')[0]}. {more}" if cut else run.reason.remedy)
     say(f"{out / 'model.pt'} has the model, {out / 'log.jsonl'} the steps.")
 
 
-def _remedy(reason: EndReason) -> str:
-    if reason in (EndReason.MAX_STEPS, EndReason.SECONDS):
-        return f"{reason.remedy.partition('. ')[0]}. For more: --resume, with more --max-steps or --seconds."
-    return reason.remedy
-
-
-def _say_interrupted(command: Train, checkpoints: Checkpoints, path: Path) -> None:
-    sys.stderr.write("\n")
-    if checkpoints.saved == 0:
-        say("Interrupted before the first step was done: there is no checkpoint.")
-        return
-    say(f"Interrupted. {path} has the run as it was after {counted(checkpoints.saved, 'step')}. To go on:")
-    changed = [
-        f" --{field.name.replace('_', '-')} {value}"
-        for field in fields(command)
-        if field.name in _KEPT and (value := getattr(command, field.name)) != field.default
-    ]
-    say(f"  krylov-descent train {command.target} --out {command.out}{''.join(changed)} --resume")
-
-
-def _complain_of(error: Exception, command: Train) -> None:
+def _told(error: Exception) -> str:
+    """The package's own errors are ValueErrors that say what to do; anything else came from the closure."""
     where = raised_at(error)
-    # The package's own errors are ValueErrors that say what to do; anything else came from the closure.
-    what = str(error) if isinstance(error, ValueError) and not where else first_line(error)
-    complain(f"{what}{f' ({where})' if where else ''}", f"krylov-descent check {command.target} looks for all causes.")
+    return f"{first_line(error)} ({where})" if where else str(error)

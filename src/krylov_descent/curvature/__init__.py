@@ -2,8 +2,8 @@
 
 from krylov_descent.curvature.fisher import FisherGraph
 from krylov_descent.curvature.gauss_newton import GaussNewtonGraph
-from krylov_descent.curvature.graph import MicrobatchGraph
 from krylov_descent.curvature.hessian import HessianGraph
+from krylov_descent.curvature.interface import MicrobatchGraph
 from krylov_descent.curvature.product import CurvatureProduct
 
 #: The names that ``KSD(curvature=...)`` takes.

@@ -1,7 +1,7 @@
-"""Convolutions whose backward pass can be differentiated with respect to its input for two convolutions.
+"""Convolutions whose backward pass is differentiated, with respect to its input alone, by two convolutions.
 
-PyTorch's own derivative of a convolution's backward pass always computes those with respect to the layer's input and
-weight too, which v → Jv does not ask for: half of the time of a Gauss–Newton product of a convolutional network.
+PyTorch's own derivative of a convolution's backward pass also computes the derivatives in the layer's input and weight.
+v → Jv does not need them; they take half of the time of a Gauss–Newton product of a convolutional network.
 
 Letters: a input, W weight, b bias, y = W ∗ a + b; u = ∂/∂y. The backward pass u → (Wᵀ∗u, a⋆u, Σu) is linear in u, and
 its transpose is (r_a, r_W, r_b) → W ∗ r_a + r_W ∗ a + r_b.
@@ -38,7 +38,7 @@ class _Geometry(NamedTuple):
 
 
 class _Backward(torch.autograd.Function):
-    """u → (Wᵀ∗u, a⋆u, Σu), to be differentiated with respect to u alone."""
+    """u → (Wᵀ∗u, a⋆u, Σu), differentiable with respect to u alone."""
 
     @staticmethod
     def forward(
@@ -58,7 +58,7 @@ class _Backward(torch.autograd.Function):
         if r_a is not None:
             through, r_b = ctx.geometry.convolve(r_a, W, r_b), None
             r = through if r is None else r.add_(through)
-        if r_b is not None:  # of a layer whose weight is not trained, on inputs that are not
+        if r_b is not None:  # neither the weight nor the input has a gradient
             r = r_b.reshape(1, -1, *[1] * (len(ctx.shape) - 2)).expand(ctx.shape)
         return r, None, None, None, None
 
@@ -82,10 +82,10 @@ class _Convolution(torch.autograd.Function):
 
 
 class LeanConvolutions(TorchFunctionMode):
-    """Inside, convolutions have a backward pass of which only the derivative with respect to its input is right.
+    """A mode in which a convolution's backward pass is differentiable only with respect to its input.
 
     Attributes:
-        differentiated: whether such a backward pass was taken inside: the derivative then has to be a full one.
+        differentiated: whether such a backward pass was taken inside the mode: full derivatives are then needed.
     """
 
     def __init__(self) -> None:
@@ -104,7 +104,7 @@ class LeanConvolutions(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Replace convolutions of the plain kind."""
+        """Replace plain convolutions."""
         kwargs = kwargs or {}
         if func in _DIMENSIONS:
             plain = _plain(_DIMENSIONS[func], *args, **kwargs)
@@ -123,7 +123,7 @@ def _plain(
     dilation: Any = 1,
     groups: int = 1,
 ) -> tuple[Tensor, Tensor, Tensor | None, _Geometry] | None:
-    """Arguments of a batched convolution that is differentiated, or None for any other."""
+    """Return the arguments of a batched convolution with gradients, or None for any other."""
     if isinstance(padding, str) or input.ndim != dims + 2 or not weight.requires_grad:
         return None
     if (bias is not None and not bias.requires_grad) or torch.is_autocast_enabled(input.device.type):

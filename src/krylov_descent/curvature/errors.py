@@ -1,4 +1,4 @@
-"""What PyTorch says where an operation has no second derivative, with a remedy."""
+"""Errors with a remedy for operations without a second derivative."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _NOT_TWICE = re.compile(
 
 
 @contextmanager
-def explained() -> Iterator[None]:
+def explain_missing_second_derivative() -> Iterator[None]:
     """Turn PyTorch's refusals to differentiate twice into an error with a remedy.
 
     Raises:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from krylov_descent.curvature.gauss_newton import require_influence
-from krylov_descent.curvature.graph import MicrobatchGraph
+from krylov_descent.curvature.interface import MicrobatchGraph
 from krylov_descent.curvature.linearise import Linearisation
 from krylov_descent.objective.closure import Evaluation, require_outputs, require_rows, row_dots, row_scaled
 
@@ -36,16 +36,16 @@ class FisherGraph(MicrobatchGraph):
         """v → Σᵢ Jᵢᵀδᵢ (δᵢ·Jᵢv) on this micro-batch."""
         Jv = self._linear.jvp(v)
         s = [row_dots(delta, Jv_z) for delta, Jv_z in zip(self._delta, Jv, strict=True)]
-        if self._aligned:  # the rows of all outputs are one sample's
+        if self._aligned:  # row i of every output belongs to sample i
             s = [torch.stack(s).sum(0)] * len(s)
         return self._linear.vjp([row_scaled(delta, s_z) for delta, s_z in zip(self._delta, s, strict=True)])
 
     @staticmethod
     def term_weight(weight: float) -> float:
-        """δ is of the mean, so that gᵢ = N (w_b/W) Jᵢᵀδᵢ: squared weights in the sum over B."""
+        """Return w_b²: gᵢ = N (w_b/W) Jᵢᵀδᵢ, as δ is that of a mean, and F is quadratic in gᵢ."""
         return weight * weight
 
     @staticmethod
     def norm(total_weight: float, samples: float) -> float:
-        """(1/N)·(N/W)² of the sum over B."""
+        """Return (1/N)·(N/W)², the factor of the sum over B."""
         return samples / total_weight**2

@@ -13,7 +13,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from krylov_descent.curvature.graph import MicrobatchGraph
+from krylov_descent.curvature.interface import MicrobatchGraph
 from krylov_descent.curvature.linearise import Linearisation
 from krylov_descent.objective.closure import Evaluation, require_outputs
 
@@ -23,7 +23,7 @@ class GaussNewtonGraph(MicrobatchGraph):
 
     product_cost: ClassVar[float] = 4 / 3  # lines 3-9 and 10-15: a forward-like and a backward pass
     image_cost: ClassVar[float] = 2 / 3
-    """Of v → Jv alone, in gradients per sample."""
+    """The cost of v → Jv alone, in gradients per sample."""
 
     def __init__(self, evaluation: Evaluation, params: Sequence[Tensor]) -> None:
         require_outputs(evaluation, "The Gauss–Newton product (curvature='ggn')")
@@ -41,7 +41,7 @@ class GaussNewtonGraph(MicrobatchGraph):
         return self._linear.vjp(self._bent(Jv))  # H_L Jv → Jᵀ H_L Jv, lines 11-15
 
     def gram(self, vectors: Sequence[Sequence[Tensor]]) -> Tensor:
-        """[(Jvᵢ)ᵀ H_L Jvⱼ], float64 on the CPU: nothing is pulled back to the parameters."""
+        """Return [(Jvᵢ)ᵀ H_L Jvⱼ], float64 on the CPU, without pull-backs to the parameters."""
         found = torch.zeros(len(vectors), len(vectors), dtype=torch.float64, device="cpu")
         images = [self._linear.jvp(v) for v in vectors] if self._dL_dz else []
         for j, Jv in enumerate(images):
@@ -63,10 +63,10 @@ class GaussNewtonGraph(MicrobatchGraph):
 
 
 def require_influence(dL_dz: Sequence[Tensor | None]) -> None:
-    """The loss must be computed from the outputs that were returned with it.
+    """Require that the loss is computed from the outputs returned with it.
 
     Raises:
-        ValueError: it is computed from none of them.
+        ValueError: the loss is computed from none of them.
     """
     if all(x is None for x in dL_dz):
         raise ValueError(

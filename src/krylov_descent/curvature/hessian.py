@@ -1,4 +1,4 @@
-"""The exact Hessian product by reverse over reverse (Pearlmutter 1994). It may be indefinite: KSD allows it."""
+"""The exact Hessian product by reverse over reverse (Pearlmutter 1994); KSD allows an indefinite Hessian."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from krylov_descent.curvature.graph import MicrobatchGraph, nodes_behind, refuse_cut
+from krylov_descent.curvature.interface import MicrobatchGraph, nodes_behind, refuse_cut
 from krylov_descent.objective.closure import Evaluation
 
 # PyTorch differentiates the fused weight norm twice without an error and with a wrong result
@@ -28,7 +28,7 @@ class HessianGraph(MicrobatchGraph):
         self._params = tuple(params)
         g = torch.autograd.grad(evaluation.loss, self._params, create_graph=True, allow_unused=True)
         refuse_cut(g)
-        # Edges of the graph in place of the tensors, which are P numbers for every micro-batch.
+        # Edges of the graph, since the tensors would keep P numbers for every micro-batch.
         self._g = [(i, get_gradient_edge(x)) for i, x in enumerate(g) if x is not None and x.requires_grad]
 
     def product(self, v: Sequence[Tensor]) -> tuple[Tensor | None, ...]:

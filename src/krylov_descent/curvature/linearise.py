@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from krylov_descent.curvature.graph import refuse_cut
+from krylov_descent.curvature.interface import refuse_cut
 
 
 class Linearisation:
@@ -26,7 +26,7 @@ class Linearisation:
         self._u = tuple(torch.zeros_like(z, requires_grad=True) for z in self.outputs)
         Jt_u = torch.autograd.grad(self.outputs, self._params, self._u, create_graph=True, allow_unused=True)
         refuse_cut(Jt_u)
-        # Edges of the graph in place of the tensors, which are P numbers for every micro-batch.
+        # Edges of the graph, since the tensors would keep P numbers for every micro-batch.
         self._Jt_u = [(i, get_gradient_edge(x)) for i, x in enumerate(Jt_u) if x is not None and x.requires_grad]
 
     def jvp(self, v: Sequence[Tensor]) -> tuple[Tensor, ...]:

@@ -1,21 +1,21 @@
-"""Square roots of H_L, the Hessian of the loss in the outputs: by rows, or one random vector for each row.
+"""Square roots of H_L, the Hessian of the loss in the outputs: all of a row's, or one random vector per row.
 
 Letters: z outputs [N, c], δ = ∂L/∂z, H_L block-diagonal with a block Hᵢ [c, c] for each row, Hᵢ = LᵢLᵢᵀ;
 ρᵢ with Lᵢρᵢ = δᵢ, so that (LᵀJ)ᵀρ = Jᵀδ is the gradient and (LᵀJ)ᵀ(LᵀJ) the Gauss–Newton matrix; s signs ±1 [N, c];
-u = L s, so that E[u uᵀ] = H_L, and a pull-back of u has the Gauss–Newton matrix as its covariance.
+u = L s, so that E[u uᵀ] = H_L, and the pull-back of u has the Gauss–Newton matrix as its covariance.
 
-Random roots u by the form of the loss:
+The random root u depends on the form of the loss:
 - Hᵢ diagonal (squared error, binary cross entropy, …): u = √diag Hᵢ ∘ s.
 - Softmax cross entropy, of any number of classes, weights and smoothing: Hᵢ = wᵢ (diag p − ppᵀ) = LLᵀ with
   L = √wᵢ (diag √p − p√pᵀ), because Σp = 1.
-- Any other loss of rows with up to 64 outputs: blocks, by ``output_roots``.
-- Else (a loss that couples rows, or many outputs of a row in another way than softmax) the rows of δ itself, with one
-  sign each: the empirical Fisher matrix in place of the Gauss–Newton matrix.
+- Any other sum of losses of rows with up to 64 outputs: dense blocks, by ``output_roots``.
+- Any other loss (rows are coupled, or many outputs of a row other than by softmax): the rows of δ with one sign each,
+  which gives the empirical Fisher matrix in place of the Gauss–Newton matrix.
 
-The loss is known by its derivatives alone, so each form is put to the test by a product H_L v.
+Only derivatives of the loss are known, so each form is tested by a product H_L v.
 
-Signs are a hash of the key, the sample's place in its set and the number of the output: with the closed forms, the same
-samples get the same signs in whatever micro-batches and on whatever rank.
+Signs are a hash of the key, the sample's place in its set and the number of the output: with the closed forms, a sample
+has the same signs in any micro-batch and on any rank.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from torch import Tensor
 
 from krylov_descent.objective.closure import Evaluation, row_scaled
 
-_BLOCK = 64  # outputs of a row for which a dense block is formed
-_ALL = 16  # up to so many, each is a row of its own; of more, random combinations of them
+_BLOCK = 64  # the largest number of outputs of a row for which a dense block is formed
+_ALL = 16  # the largest number of outputs of a row that each get a cotangent; more are combined at random
 
 
 @dataclass(frozen=True, eq=False)
 class Roots:
-    """For k cotangents of each of s rows.
+    """The roots of s rows, with k cotangents each.
 
     Attributes:
-        u: [k, s, c], rows Lᵢᵀ.
-        rho: [k, s].
+        u: the rows of Lᵢᵀ [k, s, c].
+        rho: ρᵢ [k, s].
     """
 
     u: Tensor
@@ -47,7 +47,7 @@ class Roots:
 
 
 def cotangents(c: int, room: float = 1.0) -> int:
-    """How many a row with c outputs gets: c, or, of many, as many random combinations as there is room for.
+    """Return the number of cotangents of a row with c outputs: c, or for c > 16 as many as there is room for.
 
     Example:
         >>> cotangents(16), cotangents(17), cotangents(100, room=5.0), cotangents(100, room=400.0)
@@ -57,7 +57,7 @@ def cotangents(c: int, room: float = 1.0) -> int:
 
 
 def coupled(outputs: Sequence[Tensor], deltas: Sequence[Tensor | None]) -> tuple[int, int] | None:
-    """Two outputs such that the curvature in one depends on the other, by their numbers; None if there are none."""
+    """Return the numbers of two outputs with mixed second derivatives of the loss, or None."""
     if len(outputs) < 2:
         return None
     for i, (z, delta) in enumerate(zip(outputs, deltas, strict=True)):
@@ -65,7 +65,7 @@ def coupled(outputs: Sequence[Tensor], deltas: Sequence[Tensor | None]) -> tuple
             continue
         v = _magnitudes(z)
         found = torch.autograd.grad(delta, outputs, v, retain_graph=True, allow_unused=True, materialize_grads=True)
-        # Where a row has no finite curvature, the others still tell.
+        # Rows without finite curvature are ignored.
         sizes = [float(h.detach().nan_to_num(0.0, 0.0, 0.0).abs().max()) if h.numel() else 0.0 for h in found]
         for j, size in enumerate(sizes):
             if j != i and size > torch.finfo(v.dtype).eps ** 0.5 * sizes[i]:
@@ -74,14 +74,14 @@ def coupled(outputs: Sequence[Tensor], deltas: Sequence[Tensor | None]) -> tuple
 
 
 def output_roots(z: Tensor, delta: Tensor | None, S: Tensor, signs: torch.Generator, k: int = 1) -> Roots | str:
-    """Roots on the rows S, or a sentence that says why there are none.
+    """Return the roots of the rows S, or a sentence that says why there are none.
 
     Args:
-        z: outputs [N, …] with the graph of the loss behind them.
-        delta: ∂L/∂z with a graph of its own; None or without one where the loss is linear in z.
+        z: outputs [N, …].
+        delta: ∂L/∂z with its graph; None or without a graph where the loss is linear in z.
         S: rows.
-        signs: for the probes.
-        k: cotangents of a row that has more than 16 outputs.
+        signs: the generator of the probes' signs.
+        k: the number of cotangents of a row with more than 16 outputs.
     """
     rows = z.shape[0] if z.ndim else 1
     if delta is None or not delta.requires_grad:
@@ -95,7 +95,7 @@ def output_roots(z: Tensor, delta: Tensor | None, S: Tensor, signs: torch.Genera
     known = (diagonal.isfinite() & probed.isfinite()).reshape(rows, c).all(1)
     if not bool(known.any()):
         return "its second derivative is nowhere finite (|r|^p with p < 2, or a norm, at zero: smooth it)"
-    if not bool(known.all()):  # rows without curvature: the others serve
+    if not bool(known.all()):  # rows without finite curvature count as zero
         diagonal, probed = (torch.where(_per_row(known, x), x, 0) for x in (diagonal, probed))
     if _close(probed, diagonal * v):
         h = diagonal.reshape(rows, c)[S].clamp(min=0)
@@ -109,7 +109,7 @@ def output_roots(z: Tensor, delta: Tensor | None, S: Tensor, signs: torch.Genera
     blocks = torch.stack([_product(z, delta, _unit(z, j)).reshape(rows, c) for j in range(c)], dim=-1)
     blocks = torch.where(known[:, None, None], blocks, 0)
     by_blocks = (blocks @ v.reshape(rows, c, 1)).view_as(probed)
-    # Of a loss that is all but fitted, products are what cancellation left, and need not agree.
+    # Near a perfect fit, products are left over from cancellation and need not agree.
     if not _close(probed, by_blocks) and _couples_rows(z, delta, v, known):
         return "the loss couples rows of the outputs (it is no sum of terms of one row each)"
     values, Q = torch.linalg.eigh(blocks[S].double())
@@ -123,20 +123,20 @@ def output_roots(z: Tensor, delta: Tensor | None, S: Tensor, signs: torch.Genera
 
 
 def _combinations(z: Tensor, s: Tensor, S: Tensor, signs: torch.Generator, k: int) -> Iterator[Tensor]:
-    """k times ±1/√k for the rows S [s, c], the first of them from the probe's signs."""
+    """Yield k tensors of ±1/√k for the rows S [s, c], the first from the probe's signs."""
     rows = z.shape[0] if z.ndim else 1
     for i in range(k):
         yield (_signs(z, signs) if i else s).reshape(rows, -1)[S] / k**0.5
 
 
 def _by_columns(L: Tensor, rho: Tensor, z: Tensor) -> Roots:
-    """L [s, c, c] and ρ [s, c], each column a cotangent."""
+    """Return roots from L [s, c, c] and ρ [s, c], each column a cotangent."""
     rows, c = rho.shape
     return Roots(L.permute(2, 0, 1).reshape(c, rows, *z.shape[1:]), rho.T)
 
 
 def _combined(L: Callable[[Tensor], Tensor], rho: Tensor, z: Tensor, combinations: Iterable[Tensor], k: int) -> Roots:
-    """Lx and xᵀρ for each of k combinations x [s, c], one after the other: they may be as large as J."""
+    """Return Lx and xᵀρ for k combinations x [s, c], taken one at a time: together they may be as large as J."""
     rows = len(rho)
     u, mixed = z.new_empty(k, rows, *z.shape[1:]), rho.new_empty(k, rows)
     for i, x in enumerate(combinations):
@@ -151,7 +151,7 @@ def _product(z: Tensor, delta: Tensor, v: Tensor) -> Tensor:
 
 
 def _per_row(rows: Tensor, x: Tensor) -> Tensor:
-    """[N] in a shape that goes with x [N, …]."""
+    """Return ``rows`` [N] in a shape that broadcasts with x [N, …]."""
     return rows.reshape(-1, *(1,) * (x.ndim - 1)) if x.ndim else rows[0]
 
 
@@ -161,9 +161,9 @@ def _close(x: Tensor, y: Tensor) -> bool:
 
 
 def _couples_rows(z: Tensor, delta: Tensor, v: Tensor, known: Tensor) -> bool:
-    """Whether rows of a product depend on other rows of its vector: else they are zero where those are, to the bit.
+    """Whether rows of a product depend on other rows of its vector, by setting rows of the vector to zero.
 
-    Any two rows are told apart by some bit of their numbers.
+    Any two rows differ in some bit of their numbers, so one product for each bit tests all pairs.
     """
     if z.ndim == 0:
         return False
@@ -183,7 +183,7 @@ def _unit(z: Tensor, j: int) -> Tensor:
 
 
 def _magnitudes(z: Tensor) -> Tensor:
-    """No two entries alike: if those of two that the loss couples were, a product would not tell."""
+    """Return entries that are all different: equal entries of coupled outputs would hide the coupling."""
     numbers = torch.arange(1, z.numel() + 1, dtype=torch.float64, device="cpu")
     return numbers.cos_().div_(2).add_(1.5).to(z.device, z.dtype).view_as(z)
 
@@ -193,12 +193,12 @@ def _signs(z: Tensor, generator: torch.Generator) -> Tensor:
     return s.to(z.device, z.dtype)
 
 
-_BITS = 32  # signs of one hash
+_BITS = 32  # signs from one hash
 _ODD = (0x9E3779B97F4A7C15 - (1 << 64), 0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64))
 
 
 def random_roots(evaluation: Evaluation, key: Sequence[int]) -> tuple[list[tuple[Tensor, Tensor]], bool]:
-    """(z, u) for each output z that the loss is not linear in; and whether E[uuᵀ] is H_L, and not a stand-in."""
+    """Return (z, u) for each output z in which the loss is not linear, and whether every E[uuᵀ] is H_L."""
     outputs = evaluation.outputs
     deltas = torch.autograd.grad(evaluation.loss, outputs, create_graph=True, allow_unused=True)
     pairs, exact = [], True
@@ -214,7 +214,7 @@ def random_roots(evaluation: Evaluation, key: Sequence[int]) -> tuple[list[tuple
 
 
 def keyed_signs(key: Sequence[int], position: int, z: Tensor) -> Tensor:
-    """±1 in the shape of z, whose first row is the sample at ``position``.
+    """Return ±1 in the shape of z, whose first row is the sample at ``position``.
 
     Example:
         >>> z = torch.empty(6, 40)
@@ -232,7 +232,7 @@ def keyed_signs(key: Sequence[int], position: int, z: Tensor) -> Tensor:
 
 
 def _mixed(x: Tensor) -> Tensor:
-    """Steele, Lea and Flood's SplitMix64; int64 wraps around, and its shifts keep the sign, which is masked away."""
+    """Return the SplitMix64 hash (Steele, Lea and Flood); int64 wraps around, and the masks undo arithmetic shifts."""
     x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * _ODD[1]
     x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * _ODD[2]
     return x ^ ((x >> 31) & ((1 << 33) - 1))
@@ -244,13 +244,13 @@ def _seed(key: Sequence[int]) -> int:
 
 
 def _root(z: Tensor, delta: Tensor, s: Tensor, generator: torch.Generator) -> Tensor | None:
-    """None where rows couple, or too many outputs of a row."""
-    # No two entries alike: signs that all agree in a row would tell nothing of it.
-    # In float64, as half precision has no such numbers beyond some hundred.
+    """Return u, or None if rows are coupled, or too many outputs of a row."""
+    # All entries differ: equal signs in a row would not test it. Computed in float64, as half precision has too few
+    # distinct numbers.
     v = torch.arange(1, z.numel() + 1, dtype=torch.float64, device="cpu").cos_().to(z.device, z.dtype).view_as(z)
     diagonal, probed = _product(z, delta, torch.ones_like(z)), _product(z, delta, v)
     if not bool(probed.isfinite().all()):
-        return probed  # what is made of it will be seen not to be finite
+        return probed  # the caller sees that it is not finite
     if _close(probed, diagonal * v):
         return diagonal.clamp(min=0).sqrt_().mul_(s)
     for dim in {1, z.ndim - 1} if z.ndim > 1 else ():
@@ -269,18 +269,18 @@ def _root(z: Tensor, delta: Tensor, s: Tensor, generator: torch.Generator) -> Te
 
 
 def _empirical(delta: Tensor, s: Tensor) -> Tensor:
-    """The mean loss ℓ = Σℓᵢ/N has δᵢ = ∇ℓᵢ/N, and the empirical Fisher matrix is Σ∇ℓᵢ∇ℓᵢᵀ/N."""
+    """Return a root of the empirical Fisher matrix Σ∇ℓᵢ∇ℓᵢᵀ/N; the mean loss ℓ = Σℓᵢ/N has δᵢ = ∇ℓᵢ/N."""
     rows = len(delta) if delta.ndim else 1
     return row_scaled(delta.detach(), s.reshape(rows, -1)[:, 0] * rows**0.5)
 
 
 def _softmax_root(z: Tensor, probed: Tensor, v: Tensor, s: Tensor, dim: int) -> Tensor | None:
-    """L s if ``probed``, H_L v, is what softmax cross entropy along ``dim`` has, with weights estimated from it."""
+    """Return L s of softmax cross entropy along ``dim``, with estimated weights; None if ``probed`` ≠ H_L v."""
     p = z.softmax(dim)
     q = p * v - p * (p * v).sum(dim, keepdim=True)
     size = q.square().sum(dim, keepdim=True)
     w = torch.where(size > 0, (probed * q).sum(dim, keepdim=True) / size, 0)
-    # Where p is all but one unit vector, w is a quotient of rounding errors; what it multiplies is tiny there.
+    # Where p is almost a unit vector, w is a quotient of rounding errors, but its factor is tiny.
     telling = w[size > torch.finfo(z.dtype).eps]
     if not telling.numel() or not _close(probed, w * q):
         return None

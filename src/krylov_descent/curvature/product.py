@@ -1,4 +1,4 @@
-"""v → Hv over a whole set B: the graphs of its micro-batches, kept or rebuilt, and their weighted sum."""
+"""The product v → Hv over a set B: graphs of micro-batches, kept or rebuilt, and their weighted sum."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from krylov_descent.curvature.convolution import LeanConvolutions
-from krylov_descent.curvature.errors import explained
+from krylov_descent.curvature.errors import explain_missing_second_derivative
 from krylov_descent.curvature.gauss_newton import GaussNewtonGraph
-from krylov_descent.curvature.graph import MicrobatchGraph
-from krylov_descent.distributed import attempt, together
+from krylov_descent.curvature.interface import MicrobatchGraph
+from krylov_descent.distributed import defer_error, run_on_all
 from krylov_descent.distributed.sharded import local_part
 from krylov_descent.objective.closure import Evaluation, require_weight
 from krylov_descent.objective.objective import GRADIENT, Objective
 from krylov_descent.samples.subsets import Microbatch
-from krylov_descent.vectors.storage import Rows
+from krylov_descent.vectors.storage import BasisStorage
 from krylov_descent.vectors.sums import WeightedSum
 
 
@@ -32,10 +32,9 @@ class _Built(NamedTuple):
 class CurvatureProduct:
     """v [P_local] → Hv [P_local] on B, weight decay included.
 
-    The graphs of B are built once and kept for all K+1 products, which makes a product cost what hand-written
-    matrix products cost. Once they hold more than ``memory_budget`` bytes, the graphs of the remaining micro-batches
-    are rebuilt for every product, which adds the cost of building to each. Products are written to ``out`` [P_local],
-    if given.
+    The graphs of B are built once and kept for all K+1 products, so that a product costs about as much as hand-written
+    matrix products. Beyond ``memory_budget`` bytes, the graphs of the remaining micro-batches are rebuilt for every
+    product. Products are written to ``out`` [P_local], if given.
     """
 
     def __init__(
@@ -49,12 +48,12 @@ class CurvatureProduct:
         self._kind = kind
         self._out = out
         self._objective = objective
-        self._parts: list[_Built | Microbatch] = []  # in order: those that are kept, and those that are rebuilt
+        self._parts: list[_Built | Microbatch] = []  # in order: kept graphs, and micro-batches to rebuild
         self._masked_samples = 0
         self.kept_bytes = 0
         self.measured = True
-        """Whether ``kept_bytes`` is known: torch.func does not let autograd tell what it saves."""
-        # One buffer [P] for all products: that of the result, where a rank keeps all of it.
+        """Whether ``kept_bytes`` is known: torch.func does not allow saved-tensor hooks."""
+        # One buffer [P] for all products: the result's own in a single process.
         self._whole = out
         if out is not None and objective.comm.ranks > 1:
             self._whole = objective.parameters.empty()
@@ -62,7 +61,7 @@ class CurvatureProduct:
 
     @property
     def rebuilds(self) -> int:
-        """How many micro-batches are rebuilt for every product."""
+        """The number of micro-batches that are rebuilt for every product."""
         return sum(isinstance(part, Microbatch) for part in self._parts)
 
     def _build_all(self, batches: Sequence[Microbatch], memory_budget: int | None) -> None:
@@ -73,10 +72,10 @@ class CurvatureProduct:
                 else:
                     self._parts.append(batch)
 
-        together(self._objective.comm, work)
+        run_on_all(self._objective.comm, work)
 
     def __call__(self, v: Tensor) -> Tensor:
-        """v → Hv."""
+        """Return Hv."""
         parameters, comm = self._objective.parameters, self._objective.comm
         views = parameters.unflatten(comm.all_gather(v, parameters.numel, row=True))
         total = WeightedSum(parameters, out=self._whole)
@@ -85,14 +84,14 @@ class CurvatureProduct:
         def work() -> None:
             for graph, weight, n in self._graphs():
                 # Checkpointed attention runs again here.
-                with explained(), sdpa_kernel(SDPBackend.MATH):
+                with explain_missing_second_derivative(), sdpa_kernel(SDPBackend.MATH):
                     total.add(graph.product(views), self._kind.term_weight(weight))
                 self._objective.sample_gradients += self._kind.product_cost * n
                 counted[0] += weight
                 counted[1] += n
                 del graph  # before the next is rebuilt
 
-        outcome = attempt(comm, work)
+        outcome = defer_error(comm, work)
         W, samples = comm.total(counted, outcome).tolist()
         require_weight(W)
         views.clear()  # a vector of P numbers
@@ -100,8 +99,8 @@ class CurvatureProduct:
         self._objective.add_decay(Hv, v)
         return Hv
 
-    def within(self, V: Rows) -> Tensor:
-        """V → H̄ = V H Vᵀ [m, m] of a Gauss–Newton matrix, float64 on the CPU: half of what products cost."""
+    def within(self, V: BasisStorage) -> Tensor:
+        """Return H̄ = V H Vᵀ [m, m] of a Gauss–Newton matrix, float64 on the CPU, at half the cost of products."""
         objective, m = self._objective, V.m
         parameters, comm = objective.parameters, objective.comm
         rows = V.tensor()
@@ -111,19 +110,19 @@ class CurvatureProduct:
         def work() -> None:
             for graph, weight, n in self._graphs():
                 assert isinstance(graph, GaussNewtonGraph)
-                with explained(), sdpa_kernel(SDPBackend.MATH):
+                with explain_missing_second_derivative(), sdpa_kernel(SDPBackend.MATH):
                     sums[:-1] += weight * graph.gram(vectors).reshape(-1)
                 sums[-1] += weight
                 objective.sample_gradients += graph.image_cost * m * n
                 del graph  # before the next is rebuilt
 
-        outcome = attempt(comm, work)
+        outcome = defer_error(comm, work)
         total = comm.total(sums, outcome)
         require_weight(W := float(total[-1]))
         H = total[:-1].reshape(m, m) / W
         if not any(parameters.decay):
             return H
-        if len(set(parameters.decay)) == 1:  # one c for all: V cI Vᵀ needs no other vector
+        if len(set(parameters.decay)) == 1:  # one c for all: V cI Vᵀ = c V Vᵀ
             return H + parameters.decay[0] * comm.sum(V.gram()).to(H)
         for j, v in enumerate(rows):
             decay = torch.zeros_like(v)
@@ -158,13 +157,13 @@ class CurvatureProduct:
             del built
 
     def _build(self, batch: Microbatch) -> _Built | None:
-        """The graph of a micro-batch, or None if all of its terms are masked."""
-        # The fused attention kernels have no second derivative; the plain one has.
+        """Return the graph of a micro-batch, or None if all of its terms are masked."""
+        # The fused attention kernels have no second derivative.
         with sdpa_kernel(SDPBackend.MATH):
             evaluation = self._evaluate(batch)
             if evaluation.weight == 0:
                 return None
-            with explained():
+            with explain_missing_second_derivative():
                 graph = self._kind(evaluation, self._objective.parameters.params)
         self._objective.sample_gradients += GRADIENT * evaluation.samples  # a forward and a backward pass
         return _Built(graph, evaluation.weight, evaluation.samples)
@@ -174,12 +173,12 @@ class CurvatureProduct:
             return self._objective.evaluate(batch)
         with LeanConvolutions() as lean:
             evaluation = self._objective.evaluate(batch)
-        # A closure that differentiates inside needs derivatives of convolutions that the lean ones do not have.
+        # A closure that differentiates inside needs full derivatives of convolutions.
         return self._objective.evaluate(batch) if lean.differentiated else evaluation
 
     @contextmanager
     def _measured(self, *, enabled: bool) -> Iterator[list[int]]:
-        """Bytes of the tensors that autograd saves inside; each storage counts once, parameters never."""
+        """Count the bytes of tensors that autograd saves inside; each storage counts once, parameters never."""
         size = [0]
         if not enabled:
             yield size

@@ -1,14 +1,14 @@
-"""How ranks talk: a small protocol, its single-process form, the identity, and torch.distributed."""
+"""Communication between ranks: a small protocol, the identity for one process, and torch.distributed."""
 
 from krylov_descent.distributed.comm import (
     Comm,
     RankError,
     SingleProcess,
     added,
-    attempt,
+    defer_error,
     part_length,
+    run_on_all,
     stacked,
-    together,
 )
 from krylov_descent.distributed.process_group import ProcessGroup, Ranks
 
@@ -19,8 +19,8 @@ __all__ = [
     "Ranks",
     "SingleProcess",
     "added",
-    "attempt",
+    "defer_error",
     "part_length",
+    "run_on_all",
     "stacked",
-    "together",
 ]

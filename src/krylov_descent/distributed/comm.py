@@ -1,8 +1,8 @@
-"""The only words the maths may say to other ranks.
+"""The collectives that the algorithms use, and errors that all ranks raise together.
 
-Letters: P parameters, R ranks, P_local the part of a vector that one rank keeps, padded by zeros to the same length on
-every rank. Every rank holds θ whole; V, g, D, d_prev and the point before it are kept in parts. On one process all of
-this is the identity, so there is one Algorithm 2 and one Algorithm 3 for any R.
+Letters: P parameters, R ranks, P_local the length of one rank's part of a vector, padded by zeros to the same length on
+every rank. Every rank holds θ whole; V, g, D, d_prev and the point before it are kept in parts. In one process every
+collective is the identity, so there is one Algorithm 2 and one Algorithm 3 for any R.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ T = TypeVar("T")
 
 
 class RankError(RuntimeError):
-    """Another rank failed, or cannot be reached: raised on every rank, so that all end in the same place.
+    """Another rank failed or cannot be reached; raised on every rank.
 
     Attributes:
-        connected: whether ranks still hear each other.
+        connected: whether ranks can still communicate.
     """
 
     def __init__(self, message: str, *, connected: bool) -> None:
@@ -29,7 +29,7 @@ class RankError(RuntimeError):
         self._message, self._phase = message, ""
 
     def during(self, phase: str) -> RankError:
-        """The same error with the phase of the step in its message, unless it has one."""
+        """Return the error with the phase of the step in its message, unless it has one."""
         if self._phase:
             return self
         told = RankError(f"During the {phase}: {self._message}", connected=self.connected)
@@ -41,12 +41,11 @@ class Comm(Protocol):
     """Collectives over the ranks that share one optimisation.
 
     Attributes:
-        rank: of this process, from 0.
+        rank: the number of this process, from 0.
         ranks: R.
-        shard_of_sets: which shard of the sets this rank evaluates, and into how many they are cut.
-        as_parameters: whether vectors are kept as the parameters are: whole in one process, or in the parameters' own
-            placements.
-        sent: bytes sent to other ranks so far.
+        shard_of_sets: the shard of the sets that this rank evaluates, and the number of shards.
+        as_parameters: whether vectors are placed like the parameters: whole in one process, or on their mesh.
+        sent: the bytes sent to other ranks so far.
     """
 
     rank: int
@@ -56,32 +55,32 @@ class Comm(Protocol):
     sent: int
 
     def sum(self, x: Tensor) -> Tensor:
-        """The sum of a small tensor over ranks: completes inner products of parts."""
+        """Return the sum of a small tensor over ranks, which completes inner products of parts."""
         ...
 
     def total(self, x: Tensor, failure: Exception | None = None) -> Tensor:
-        """The sum over all samples of a small tensor: losses, weights, counts.
+        """Return the sum of a small tensor over all samples: losses, weights, counts.
 
         Raises:
-            Exception: ``failure``, what went wrong on this rank before the call.
-            RankError: something went wrong on another.
+            Exception: ``failure``, an error of this rank before the call.
+            RankError: another rank had an error.
         """
         ...
 
     def dot(self, x: Tensor, y: Tensor) -> Tensor:
-        """x·y of vectors [P], x of this rank's samples: a term for ``total``."""
+        """Return x·y of vectors [P], x of this rank's samples: a term for ``total``."""
         ...
 
     def max(self, x: Tensor) -> Tensor:
-        """Elementwise maximum of a small tensor over ranks."""
+        """Return the elementwise maximum of a small tensor over ranks."""
         ...
 
     def reduce_scatter(self, x: Tensor, out: Tensor | None = None, *, exact: bool = False) -> Tensor:
-        """[P] → [P_local]: the sum over ranks, of which each keeps its part; ``exact``: sent in the dtype of x."""
+        """[P] → [P_local]: this rank's part of the sum over ranks; ``exact``: sent in the dtype of x."""
         ...
 
     def all_gather(self, x: Tensor, numel: int, *, row: bool = False) -> Tensor:
-        """[P_local] → [P]: the parts put together on every rank; ``row``: x is a row of V."""
+        """[P_local] → [P]: the parts concatenated on every rank; ``row``: x is a row of V."""
         ...
 
     def shard(self, x: Tensor) -> Tensor:
@@ -89,7 +88,7 @@ class Comm(Protocol):
         ...
 
     def bounds(self, numel: int) -> tuple[int, int] | None:
-        """Where this rank's part of a vector [P] begins and ends; its padding lies beyond P. None: in many places."""
+        """Return the start and end of this rank's part of a vector [P], with padding beyond P; None if scattered."""
         ...
 
 
@@ -113,7 +112,7 @@ class SingleProcess:
         return x
 
     def dot(self, x: Tensor, y: Tensor) -> Tensor:
-        """x·y."""
+        """Return x·y."""
         return x @ y
 
     def max(self, x: Tensor) -> Tensor:
@@ -133,17 +132,17 @@ class SingleProcess:
         return x
 
     def bounds(self, numel: int) -> tuple[int, int]:
-        """All of it."""
+        """Return the bounds of the whole vector."""
         return 0, numel
 
 
 def part_length(comm: Comm, numel: int) -> int:
-    """P_local."""
+    """Return P_local."""
     return comm.shard(torch.empty(numel, device="meta")).numel()
 
 
 def stacked(comm: Comm, x: Tensor) -> Tensor:
-    """[R, …]: the small tensors of all ranks, in their order.
+    """Return the small tensors of all ranks, stacked in their order: [R, …].
 
     Example:
         >>> stacked(SingleProcess(), torch.tensor([3.0, 4.0]))
@@ -155,14 +154,15 @@ def stacked(comm: Comm, x: Tensor) -> Tensor:
 
 
 def added(comm: Comm, x: float, failure: Exception | None = None) -> float:
-    """The sum of a number over the ranks; raises a failure of any of them, as ``comm.total`` does."""
+    """Return the sum of a number over ranks; raises a failure of any rank, like ``comm.total``."""
     return float(comm.total(torch.tensor(x, dtype=torch.float64, device="cpu"), failure))
 
 
-def attempt(comm: Comm, work: Callable[[], T], results: list[T] | None = None) -> Exception | None:
-    """Do what concerns this rank only; with others around, what goes wrong is for the next ``comm.total`` to raise.
+def defer_error(comm: Comm, work: Callable[[], T], results: list[T] | None = None) -> Exception | None:
+    """Do this rank's work and append its result to ``results``.
 
-    A rank that raised by itself would leave the others waiting for it. What ``work`` returns is added to ``results``.
+    On several ranks an error is returned, for the next ``comm.total`` to raise on all: a rank that raised by itself
+    would leave the others waiting.
     """
     results = [] if results is None else results
     if comm.ranks == 1:
@@ -171,16 +171,16 @@ def attempt(comm: Comm, work: Callable[[], T], results: list[T] | None = None) -
     try:
         results.append(work())
     except RankError:
-        raise  # known to all
+        raise  # all ranks raise it
     except Exception as error:
         return error
     return None
 
 
-def together(comm: Comm, work: Callable[[], T]) -> T:
-    """Do what concerns this rank only, and return its result; if it fails on one rank, it fails on all."""
+def run_on_all(comm: Comm, work: Callable[[], T]) -> T:
+    """Do this rank's work and return its result; a failure on one rank is raised on all."""
     results: list[T] = []
-    failure = attempt(comm, work, results)
+    failure = defer_error(comm, work, results)
     if comm.ranks > 1:
         comm.total(torch.zeros(0, dtype=torch.float64, device="cpu"), failure)
     return results[0]

@@ -1,8 +1,8 @@
-"""Modules whose parameters are sharded at rest and whole only while used: what FSDP does, but differentiable twice.
+"""Modules with parameters that are sharded at rest and gathered for use, like FSDP, but twice differentiable.
 
-Letters: p a parameter (a DTensor, sharded along dimension 0), W the same, whole, on every rank; each rank applies W to
-samples of its own. p → W gathers; its transpose sums u over ranks and scatters the sum; each is the other's derivative,
-so that any number of derivatives can be taken. What autograd would save of W is saved as p and gathered again.
+Letters: p a parameter (a DTensor, sharded along dimension 0), W the gathered parameter on every rank; each rank applies
+W to its own samples. p → W gathers; its transpose sums u over ranks and scatters the sum; each is the other's
+derivative, so that derivatives of any order exist. Autograd saves p in place of W and gathers it again.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class _Scatter(torch.autograd.Function):
         return _Gather.apply(v, ctx.home), None  # type: ignore[no-untyped-call]
 
 
-# Storages of W's that are alive → their p. One for all models: saved tensors are told by their storage alone.
+# Live storages of W → their p. One table for all models: saved tensors are identified by their storage alone.
 _whole: dict[int, tuple[StorageWeakRef, DTensor]] = {}
 
 
@@ -64,7 +64,7 @@ def _note(W: Tensor, p: DTensor) -> None:
 
 @contextmanager
 def regathering() -> Iterator[None]:
-    """Inside, no graph keeps a whole parameter."""
+    """A context in which no graph keeps a whole parameter."""
 
     def pack(x: Tensor) -> Any:
         if isinstance(x, DTensor) or not x.numel():
@@ -88,17 +88,17 @@ def regathering() -> Iterator[None]:
 
 
 def shard_at_rest(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """Every parameter becomes a DTensor cut along dimension 0, and is gathered where its module reads it.
+    """Shard every parameter along dimension 0 as a DTensor, and gather it where its module reads it.
 
-    What FSDP2's ``fully_shard`` does, which cannot be differentiated twice. Names in ``state_dict()`` stay as they are.
-    Every rank calls the model on rows of its own:
+    FSDP2's ``fully_shard`` does the same, but cannot be differentiated twice. Names in ``state_dict()`` do not change.
+    Every rank calls the model on its own rows:
 
         z = all_rows(model(own_rows(x, mesh)), len(x), mesh)
         return nn.functional.cross_entropy(z, y), z
 
     Args:
-        model: the same on every rank; changed in place, and returned.
-        mesh: of one dimension.
+        model: the model, equal on every rank; changed in place, and returned.
+        mesh: a mesh of one dimension.
     """
     if mesh.ndim != 1:
         raise ValueError(f"The mesh has {mesh.ndim} dimensions; shard_at_rest needs one of them: mesh['name'].")
@@ -120,13 +120,13 @@ def _read(name: str) -> property:
 
 
 def own_rows(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """The rows of a batch that are this rank's; every rank has the batch."""
+    """Return this rank's rows of a batch that every rank has."""
     size, rank = -(-len(x) // mesh.size()), mesh.get_local_rank()
     return x[rank * size : (rank + 1) * size]
 
 
 def all_rows(z: Tensor, n: int, mesh: DeviceMesh) -> Tensor:
-    """The rows of all ranks, n in all, on every rank; differentiable."""
+    """Return the n rows of all ranks on every rank; differentiable."""
     shape = torch.Size((n, *z.shape[1:]))
     stride = torch.empty(shape, device="meta").stride()
     spread = DTensor.from_local(z, mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)

@@ -14,22 +14,20 @@ from torch.distributed.rendezvous import rendezvous
 def init_process_group(
     backend: str | None = None, timeout: timedelta = timedelta(minutes=10)
 ) -> dist.ProcessGroup | None:
-    """Join the other ranks, also those that ``torchrun --max-restarts`` started again.
+    """Join the other ranks, also after a restart by ``torchrun --max-restarts``.
 
-    ``torch.distributed.init_process_group()`` alone does not always do that. torchrun keeps its store over restarts,
-    and in it the addresses of ranks that died; a rank that finds one of those before the new one is written fails to
-    connect ("Gloo connectFullMesh failed", after the timeout). With torch 2.13 and gloo, restarts without this function
-    failed under each of torchrun's rendezvous backends, and used up ``--max-restarts``. Here every attempt has names of
-    its own in the store.
+    ``torch.distributed.init_process_group()`` alone may fail after a restart. torchrun keeps its store, and in it the
+    addresses of ranks that died; a rank that reads an old address fails to connect ("Gloo connectFullMesh failed",
+    after the timeout). With torch 2.13 and gloo, restarts without this function fail under each of torchrun's
+    rendezvous backends, and use up ``--max-restarts``. Here every attempt has its own names in the store.
 
     Args:
-        backend: of torch.distributed; by default "nccl" where there is CUDA, and "gloo" elsewhere.
-        timeout: after which a rank that hangs is an error on the others; one that dies is noticed at once. It must be
-            longer than the longest time for which one rank computes while others wait.
+        backend: the backend of torch.distributed; by default "nccl" with CUDA, and "gloo" without.
+        timeout: the time after which a hanging rank is an error on the others (a dead one is noticed at once). It must
+            exceed the longest time for which one rank computes while others wait.
 
     Returns:
-        The group of all ranks, for ``KSD(..., process_group=group)``; None without torchrun's environment, in a single
-        process.
+        The group of all ranks, for ``KSD(..., process_group=group)``; None without torchrun's environment.
 
     Example:
         >>> from krylov_descent.distributed.launch import init_process_group
@@ -41,7 +39,7 @@ def init_process_group(
     if backend is None:
         backend = "nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
     if "nccl" in backend:
-        # Of objects, NCCL sends those on the current device; every process of a host needs its own.
+        # NCCL sends objects through the current device; every process of a host needs its own.
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     store, rank, ranks = next(rendezvous("env://", timeout=timeout))
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")

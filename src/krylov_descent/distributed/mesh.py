@@ -1,10 +1,10 @@
-"""Collectives over the mesh on which parameters are spread: vectors follow the parameters' own placements.
+"""Collectives over the mesh of sharded parameters: vectors follow the parameters' placements.
 
-Letters: p a parameter, P the numbers of its parts on this rank, k the ranks that hold the same part of p.
-All ranks evaluate one and the same closure together, as DTensor has it: losses, weights and counts are of the whole
-micro-batch and the same on every rank. θ and vectors like it are, on each rank, the local parts of the parameters one
-after the other; what k ranks hold alike is cut in k pieces, of which each keeps one in V, g and D. So every number has
-one owner, inner products are completed by one small sum, and copies of a parameter stay alike bit for bit.
+Letters: p a parameter, P the total size of all local parts on this rank, k the number of ranks with the same part of p.
+All ranks evaluate the same closure together, as DTensor requires: losses, weights and counts are those of the whole
+micro-batch, equal on every rank. On each rank, θ and vectors like it are the concatenated local parts of the
+parameters. A part that k ranks share is cut into k pieces, and each rank keeps one of them in V, g and D. So every
+number has one owner, one small sum completes inner products, and copies of a parameter stay equal bit for bit.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from krylov_descent.distributed.sharded import is_sharded
 
 
 class MeshComm:
-    """Vectors in parts that follow the parameters' own placements."""
+    """Collectives for vectors in parts that follow the parameters' placements."""
 
     def __init__(self, params: Sequence[Tensor], sizes: Sequence[int]) -> None:
         meshes = {p.device_mesh for p in params if is_sharded(p)}
@@ -37,7 +37,7 @@ class MeshComm:
         self.shard_of_sets, self.as_parameters = (0, 1), True
         self.sent = 0
         self._sizes = list(sizes)
-        # Which parameters are held alike along which dimensions of the mesh.
+        # Dimensions of the mesh → parameters replicated along them.
         self._alike: dict[tuple[int, ...], list[int]] = {}
         for i, p in enumerate(params):
             if is_sharded(p):
@@ -53,11 +53,11 @@ class MeshComm:
         self._trivial = set(self._alike) == {()}
 
     def sum(self, x: Tensor) -> Tensor:
-        """Over all ranks of the mesh."""
+        """Return the sum over all ranks of the mesh."""
         return self._reduced(x, dist.ReduceOp.SUM)
 
     def max(self, x: Tensor) -> Tensor:
-        """Over all ranks of the mesh."""
+        """Return the maximum over all ranks of the mesh."""
         return self._reduced(x, dist.ReduceOp.MAX)
 
     def total(self, x: Tensor, failure: Exception | None = None) -> Tensor:
@@ -67,18 +67,18 @@ class MeshComm:
         return x
 
     def dot(self, x: Tensor, y: Tensor) -> Tensor:
-        """Over all ranks."""
+        """Return x·y over all ranks."""
         return self._reduced(self.shard(x) @ self.shard(y), dist.ReduceOp.SUM)
 
     def reduce_scatter(self, x: Tensor, out: Tensor | None = None, *, exact: bool = False) -> Tensor:
-        """As ``shard``: gradients are summed where they are brought into the parameters' placements."""
+        """Return ``shard(x)``: gradients are already summed when they get the parameters' placements."""
         return self.shard(x)
 
     def bounds(self, numel: int) -> None:
-        """In a piece of each kind of parameters."""
+        """Return None: this rank's numbers are scattered over [P]."""
 
     def shard(self, x: Tensor) -> Tensor:
-        """The numbers that this rank owns."""
+        """Return the numbers that this rank owns."""
         if self._trivial:
             return x
         parts = torch.split(x, self._sizes)
@@ -92,7 +92,7 @@ class MeshComm:
         return torch.cat(owned)
 
     def all_gather(self, x: Tensor, numel: int, *, row: bool = False) -> Tensor:
-        """The local parts of all parameters, from the pieces that ranks which hold them alike own."""
+        """Return the local parts of all parameters, from the pieces of the ranks that share them."""
         if self._trivial:
             return x
         parts: list[Tensor] = [x] * len(self._sizes)
@@ -119,7 +119,7 @@ class MeshComm:
         return torch.cat(parts)
 
     def _piece(self, dims: Sequence[int], n: int) -> tuple[int, int]:
-        """The size of a piece of n numbers held alike along ``dims``, and which of them is this rank's."""
+        """Return the size of a piece of n numbers replicated along ``dims``, and the number of this rank's piece."""
         rank = 0
         for d in dims:
             rank = rank * self._mesh.size(d) + self._mesh.get_local_rank(d)

@@ -1,10 +1,10 @@
-"""Collectives by torch.distributed: replicated θ, everything else in parts.
+"""Collectives by torch.distributed: θ is replicated, all other vectors are kept in parts.
 
 Letters: P parameters, R ranks, s = ⌈P/R⌉ the length of a rank's part, rank r keeping positions [r·s, (r+1)·s).
 
-Sums of P numbers go by all-to-all: every rank receives R pieces of its own part and adds them up itself, in the order
-of the ranks. That moves (R−1)/R·P numbers per rank, half of an all-reduce, where gloo's own reduce-scatter moves those
-of an all-reduce, and the order of the additions is known. It goes in buckets, so that no rank needs room for R pieces.
+Sums of P numbers use all-to-all: every rank receives R pieces of its own part and adds them itself, in a fixed order.
+That moves (R−1)/R·P numbers per rank, half of an all-reduce; gloo's own reduce-scatter moves as many as an all-reduce.
+Buckets bound the memory for the R pieces.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from krylov_descent.distributed.comm import Comm, RankError, SingleProcess
 ProcessGroup = dist.ProcessGroup
 T = TypeVar("T")
 
-_BUCKET = 1 << 20  # elements that are on their way at a time
+_BUCKET = 1 << 20  # elements sent at a time
 _MESSAGE = 2048  # bytes of an error's text
 
-# Its name since PyTorch 2.13.
+# PyTorch 2.13 renamed it.
 all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """How ranks share the work, where the plain ``process_group=group`` will not do.
+    """Options for several ranks, beyond the plain ``process_group=group``.
 
     Args:
         group: the process group; None for a single process.
-        wire: dtype in which gradients, products and rows of V travel; None is their own. ``torch.bfloat16`` halves the
-            bytes for float32 parameters; sums are still taken in float32. Rows of V are then stored in it too, so that
-            all ranks mean the same row. Steps and search directions travel as they are.
+        wire: the dtype in which gradients, products and rows of V are sent; None is their own. ``torch.bfloat16``
+            halves the bytes for float32 parameters; sums are still taken in float32. Rows of V are then stored in it,
+            too, so that all ranks have the same row. Steps and search directions are sent in their own dtype.
 
     Example:
         >>> import torch
@@ -55,10 +55,10 @@ class Ranks:
             raise ValueError(f"Ranks(wire={self.wire!r}): must be a floating-point torch.dtype or None.")
 
     def comm(self) -> Comm:
-        """The collectives of these ranks.
+        """Return the collectives of these ranks.
 
         Raises:
-            ValueError: the group is none, or does not contain this process.
+            ValueError: ``group`` is no process group, or does not contain this process.
         """
         if self.group is None:
             return SingleProcess()
@@ -71,7 +71,7 @@ class Ranks:
 
 
 class GroupComm:
-    """The ranks of a process group."""
+    """Collectives over the ranks of a process group."""
 
     def __init__(self, group: Any, wire: torch.dtype | None = None) -> None:
         self.group = group
@@ -80,20 +80,20 @@ class GroupComm:
         self.as_parameters = False
         self.sent = 0
         self._wire = wire
-        # NCCL takes tensors of its own device only.
+        # NCCL accepts only tensors on its device.
         nccl = "nccl" in dist.get_backend(group)
         self._device = torch.device("cuda", torch.cuda.current_device()) if nccl else None
 
     def sum(self, x: Tensor) -> Tensor:
-        """As ``total``."""
+        """Return the sum over ranks, by ``total``."""
         return self.total(x)
 
     def dot(self, x: Tensor, y: Tensor) -> Tensor:
-        """Of this rank's samples."""
+        """Return x·y of this rank's samples."""
         return x @ y
 
     def total(self, x: Tensor, failure: Exception | None = None) -> Tensor:
-        """Sums in float64, with the news of a failure."""
+        """Return the sum in float64, and raise if any rank has a failure."""
         numbers = x.detach().reshape(-1).to(self._device or "cpu", torch.float64)
         total = torch.cat([numbers, numbers.new_full((1,), float(failure is not None))])
         self._call(dist.all_reduce, total)
@@ -103,12 +103,12 @@ class GroupComm:
         return total[:-1].reshape(x.shape).to(x.device, x.dtype)
 
     def max(self, x: Tensor) -> Tensor:
-        """Elementwise; NaN on any rank is NaN on all."""
+        """Return the elementwise maximum; NaN on any rank gives NaN on all."""
         rows = self._gathered(x.detach().to(self._device or "cpu", torch.float64).reshape(1, -1))
         return rows.amax(0).reshape(x.shape).to(x.device, x.dtype)
 
     def reduce_scatter(self, x: Tensor, out: Tensor | None = None, *, exact: bool = False) -> Tensor:
-        """By all-to-all, bucket after bucket."""
+        """Return this rank's part of the sum, by all-to-all in buckets."""
         P, (start, stop) = x.numel(), self.bounds(x.numel())
         s, R = stop - start, self.ranks
         out = x.new_empty(s) if out is None else out
@@ -128,7 +128,7 @@ class GroupComm:
         return out
 
     def all_gather(self, x: Tensor, numel: int, *, row: bool = False) -> Tensor:
-        """Parts of equal length, so padded; rows of V may travel in the wire's dtype."""
+        """Return the concatenated parts without padding; rows of V are sent in the wire's dtype."""
         given = x.to(self._wire) if row and self._wire else x
         whole = given.new_empty(self.ranks * given.numel())
         self._call(all_gather, whole, given.contiguous())
@@ -136,13 +136,13 @@ class GroupComm:
         return whole[:numel].to(x.dtype)
 
     def shard(self, x: Tensor) -> Tensor:
-        """A copy, padded."""
+        """Return a padded copy of this rank's part."""
         start, stop = self.bounds(x.numel())
         part = x[start:stop]
         return torch.cat([part, part.new_zeros(stop - start - part.numel())])
 
     def bounds(self, numel: int) -> tuple[int, int]:
-        """[r·s, (r+1)·s)."""
+        """Return r·s and (r+1)·s."""
         s = -(-numel // self.ranks)
         return self.rank * s, (self.rank + 1) * s
 
@@ -154,7 +154,7 @@ class GroupComm:
         return gathered
 
     def _fail(self, failure: Exception | None) -> None:
-        """Some rank failed: say everywhere which, and how."""
+        """Raise, on every rank, an error that names the failed ranks and the first message."""
         text = f"{type(failure).__name__}: {failure}".encode()[:_MESSAGE] if failure is not None else b""
         padded = torch.zeros(1, _MESSAGE, dtype=torch.uint8)
         padded[0, : len(text)] = torch.frombuffer(bytearray(text or b" "), dtype=torch.uint8)[: len(text)]
@@ -179,7 +179,7 @@ class GroupComm:
 
 
 def gather(comm: Comm, value: T) -> list[T]:
-    """The values of all ranks, by rank."""
+    """Return the values of all ranks, by rank."""
     if not isinstance(comm, GroupComm):
         return [value]
     values: list[Any] = [None] * comm.ranks
@@ -189,7 +189,7 @@ def gather(comm: Comm, value: T) -> list[T]:
 
 
 def _ordered_sum(rows: Tensor) -> Tensor:
-    """[n, …] → […]: neighbours first, then pairs of neighbours."""
+    """[n, …] → […]: the sum by pairs of neighbours, then pairs of pairs."""
     while rows.shape[0] > 1:
         n = rows.shape[0] // 2 * 2
         rows = torch.cat([rows[0:n:2] + rows[1:n:2], rows[n:]])
@@ -198,7 +198,7 @@ def _ordered_sum(rows: Tensor) -> Tensor:
 
 @contextmanager
 def explained(rank: int, ranks: int) -> Iterator[None]:
-    """Errors of torch.distributed as ours."""
+    """Turn errors of torch.distributed into RankError."""
     try:
         yield
     except RuntimeError as error:

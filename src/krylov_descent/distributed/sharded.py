@@ -1,7 +1,4 @@
-"""Parameters that are themselves spread over a mesh of ranks (DTensor): what the rest has to know of them.
-
-A DTensor knows its mesh and its placements; this rank's part of it is a plain tensor.
-"""
+"""Helpers for parameters that are sharded over a mesh of ranks (DTensor); this rank's part is a plain tensor."""
 
 from __future__ import annotations
 
@@ -14,13 +11,13 @@ from torch import Tensor
 
 
 def is_sharded(x: Any) -> TypeGuard[Any]:
-    """Whether a tensor is spread over a mesh."""
-    module = sys.modules.get("torch.distributed.tensor")  # a second to import; without it there is no DTensor
+    """Whether a tensor is a DTensor."""
+    module = sys.modules.get("torch.distributed.tensor")  # importing takes a second; without it there is no DTensor
     return module is not None and isinstance(x, module.DTensor)
 
 
 def local_part(x: Tensor, p: Tensor) -> Tensor:
-    """The part of x on this rank, placed as p is: gradients come in other placements, or as terms of a sum."""
+    """Return this rank's part of x in the placements of p; gradients may come in others, or as partial sums."""
     if not is_sharded(x):
         return x
     part: Tensor
@@ -32,7 +29,7 @@ def local_part(x: Tensor, p: Tensor) -> Tensor:
 
 
 def placed_as(part: Tensor, p: Tensor) -> Tensor:
-    """The inverse: a tensor placed as p is, from this rank's part of it; shares its memory."""
+    """Return a tensor in the placements of p from this rank's part, whose memory it shares; inverts ``local_part``."""
     if not is_sharded(p):
         return part
     from torch.distributed.tensor import DTensor
@@ -41,7 +38,7 @@ def placed_as(part: Tensor, p: Tensor) -> Tensor:
 
 
 def whole(x: Tensor) -> Tensor:
-    """A small tensor, put together on every rank; float() of a DTensor silently gives this rank's term of a sum."""
+    """Return a small tensor whole on every rank; float() of a DTensor silently gives this rank's partial sum."""
     if not is_sharded(x):
         return x
     full: Tensor = x.full_tensor()
@@ -49,7 +46,7 @@ def whole(x: Tensor) -> Tensor:
 
 
 def beside(x: Tensor, other: Tensor) -> Tensor:
-    """x, which every rank holds alike, ready for operations with ``other``."""
+    """Return x, equal on every rank, in a form that combines with ``other``."""
     if not is_sharded(other):
         return x
     from torch.distributed.tensor import DTensor, Replicate
@@ -58,7 +55,7 @@ def beside(x: Tensor, other: Tensor) -> Tensor:
 
 
 def holds_first(p: Tensor) -> bool:
-    """Whether the first number of p is in this rank's part."""
+    """Whether this rank's part contains the first number of p."""
     if not is_sharded(p):
         return True
     at = [p.device_mesh.get_local_rank(d) for d in range(p.device_mesh.ndim)]
@@ -66,9 +63,9 @@ def holds_first(p: Tensor) -> bool:
 
 
 def lean_graphs(params: Iterable[Tensor]) -> AbstractContextManager[None]:
-    """Inside, graphs keep no whole copy of parameters that are gathered where they are used (gathered.py)."""
+    """Return a context in which graphs keep no whole copy of gathered parameters (gathered.py)."""
     module = sys.modules.get("krylov_descent.distributed.gathered")
-    if module is None or not any(map(is_sharded, params)):  # torch.func goes with no hook of saved tensors
+    if module is None or not any(map(is_sharded, params)):  # torch.func does not allow saved-tensor hooks
         return nullcontext()
     context: AbstractContextManager[None] = module.regathering()
     return context

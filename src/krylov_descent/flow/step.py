@@ -1,187 +1,216 @@
-"""A rational basis: steps (H + λ)⁻¹g in place of polynomials in H, from a sketch of the curvature.
+"""One step of the sketched Gauss–Newton flow.
 
-Letters: J [m, P] sketch, ρ [m] with Jᵀρ its part of the gradient, g [P] gradient, λ damping, φ [P] the flow's
-direction, μ momentum, η length of a step along it, α [P] its acceleration, c weight decay. P stands for this rank's
-part of the parameters; ``comm.sum`` completes inner products.
+Letters: J [m, P] sketch, ρ [m] with Jᵀρ its part of the gradient, g [P] gradient on A, λ damping, φ [P] the flow's
+direction, μ momentum, η the fraction of φ that a step follows, α [P] the geodesic acceleration, c weight decay. Vectors
+are this rank's parts [P_local]; ``comm.sum`` completes inner products.
 
-Deviations from the paper:
+A step samples Jacobian rows on B and tries these candidates in turn, judged by the loss on C:
 
-1. Its subspace is span{(D⁻¹H)^k D⁻¹g}; this one is spanned by (H + λ)⁻¹g and needs no D. By Woodbury, a step costs
-   one product by Jᵀ after one factorisation of J.
-2. The search begins at the best of some candidates, and goes on only where none is better than staying.
+- Flow steps ηφ + ½η²α with φ = argmin ‖Jφ + ρ‖² + λ‖φ − μφ_prev‖²: a short step, curved by α, along the Gauss–Newton
+  direction of the rows of about the last 1/(1 − μ) steps. All residuals then shrink alike, whatever their curvature;
+  steps of greatest decrease would fit the stiff residuals first and end in a valley.
+- Damped (Levenberg–Marquardt) steps −(JᵀJ + λ)⁻¹g for a grid of λ, if the flow fails: they use the whole gradient, so
+  that enough damping always descends. If none of them does, BFGS searches the span of all these vectors.
 
-Two families of candidates:
+If no flow step lowers the loss on C, φ fits too few rows: the parameters stay, and the next step adds rows to φ
+("gathering"). Damped steps are tried only after several such steps in a row. If gathering is frequent, m grows.
 
-- The flow, ηφ + ½η²α with φ = argmin ‖Jφ + ρ‖² + λ‖φ − μφ_prev‖²: a Gauss–Newton direction of all rows that were drawn
-  in the last 1/(1 − μ) steps or so, of which only a short piece is followed, around its bend. All residuals then shrink
-  alike, whatever their curvature, where steps that lower the loss as much as they can satisfy the stiff ones first and
-  end in a valley.
-- Damped steps −(JᵀJ + λ)⁻¹g for a grid of λ, for when the flow leads nowhere: the whole gradient, so that enough
-  damping always descends.
-
-Where no piece of the flow lowers the loss, φ is what the rows of a few sketches want, and not all: the parameters stay,
-and φ gathers more rows. Only if that has not helped for a while are damped steps looked at. Where many of the last
-steps had to wait like this, sketches get more rows.
-
-λ of the flow follows η: larger where only very short pieces lower the loss, smaller where long ones do. Pieces are an
-eighth at most, and up to a half where the loss has fallen along such as far as all residuals together can: by (1 − η)².
-A sketch of all rows, whose direction needs no others, may be followed further.
+λ of the flow follows η: it grows if only very short steps lower the loss and shrinks if long ones do. η is at most an
+eighth, or up to a half if the loss falls as predicted for all residuals together, by (1 − η)². With a sketch of all
+rows, η may be larger.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from krylov_descent.distributed import together
 from krylov_descent.flow.factored import Factored, acceleration, damped_steps, flow_direction, new_damping
-from krylov_descent.flow.sketch import ROWS, Sketch, Sketcher, finite_rows, refusal, require_plain, sketch_bytes
-from krylov_descent.krylov.basis import Subspace, Turn, spanned_basis
-from krylov_descent.krylov.candidates import Carry, Family, Starts
+from krylov_descent.flow.sketch import Sketcher, finite_rows, sketch_bytes
+from krylov_descent.krylov.orthonormal_basis import spanned_basis
+from krylov_descent.krylov.search import LineEvaluator, Search, SearchStart
 from krylov_descent.objective.objective import Objective
-from krylov_descent.samples.subsets import Microbatch
-from krylov_descent.vectors.storage import Rows
+from krylov_descent.report import StepReport, StopReason
+from krylov_descent.state import vector
+from krylov_descent.stepping.acceptance import Acceptance, MethodState, Sampler, arrive
+from krylov_descent.stepping.gradient_pass import GradientPass
+from krylov_descent.stepping.search_result import SearchResult, at_rest, take
+from krylov_descent.stepping.step_log import StepLog
+from krylov_descent.vectors.storage import BasisStorage
 
 _FIRST, _LEAST, _MOST = 1e-6, 1e-18, 1e-5  # λ of the flow, relative to the trace of K: at first, and its bounds
 _SHORTEST = 2.0**-14
-_LONGEST = 2.0**-3  # longer pieces lower the loss faster at first, and end higher, unless it falls as the flow says;
-_LONGEST_EVER = 0.5  # then up to this,
-_LONGER, _AS_SAID = 1.26, 0.85  # twice as long in three steps; how much of the logarithm of the fall is as it says
-_LONGEST_WHOLE, _LEAST_WHOLE = 2.0, 1e-14  # where all rows are known: long pieces, which too little damping spoils
-_LENGTHS = 5  # halvings and doublings of the last length that are looked at, at most
-_WAIT = 8  # steps in a row that gather rows, at most
-_LATELY = 0.1  # weight of a step in the share of those that gather
-_OFTEN = 0.25  # a share beyond which sketches have too few rows
-_GROWTH, _MOST_ROWS = 1.5, 4  # of m at a time, and in all
-_ROOM = 2**30  # bytes that a sketch may grow to where no budget says so; not what is free, or runs would depend on it
+_LONGEST = 2.0**-3  # usual bound of η: longer steps lower the loss faster at first, and end higher
+_LONGEST_EVER = 0.5  # bound of η if the loss falls as the flow predicts
+_LONGER, _AS_SAID = 1.26, 0.85  # growth of the bound per step; required fraction of the predicted log decrease
+_LONGEST_WHOLE, _LEAST_WHOLE = 2.0, 1e-14  # with all rows in the sketch: bounds of η and λ
+_LENGTHS = 5  # most halvings and doublings of the last fraction that are tried
+_WAIT = 8  # most gathering steps in a row
+_LATELY = 0.1  # weight of a step in the rejection rate
+_OFTEN = 0.25  # rejection rate above which m grows
+_GROWTH, _MOST_ROWS = 1.5, 4  # factors of m: at a time, and in all
+_ROOM = 2**30  # bytes that a sketch may grow to without a budget; a constant, so that runs do not depend on free memory
 
-_DAMPED, _RATIO = 9, 3.0  # damped steps: dampings, and the factor between them
+_DAMPED, _RATIO = 9, 3.0  # damped steps: the number of λ, and the factor between them
 _FIRST_DAMPED, _LEAST_DAMPED, _MOST_DAMPED = 1e-3, 1e-12, 1e2
 
 
 @dataclass(frozen=True)
-class Rational:
-    """Settings of the rational basis; the defaults are the same for every problem of `experiments pinn`.
+class FlowSettings:
+    """The settings of a run, constant from step to step."""
 
-    Args:
-        rows: m, rows of the sketch at first: more cost O(m²n + m³) and about 5 m·n numbers of memory while they are
-            drawn, fewer see less of the curvature. Where the flow waits for rows too often, m grows, to four times as
-            many at most, as far as ``memory_budget`` allows (1 GiB if there is none).
-        momentum: μ, how much of the last direction is kept where the rows drawn now say nothing.
+    rows: int
+    momentum: float
+    memory_budget: int | None
+    acceptance: Acceptance
 
-    Example:
-        >>> from krylov_descent import KSD, Rational
-        >>> optimizer = KSD([torch.nn.Parameter(torch.ones(3))], basis=Rational(rows=200))
+
+@dataclass(frozen=True)
+class Adaptation:
+    """The numbers that the flow adapts from step to step.
+
+    Attributes:
+        flow_damping: λ of the flow.
+        step_fraction: η, the last fraction of φ.
+        momentum_scale: 1/η − 1, which times the last step is the rest of its direction; 0 if that was no flow step.
+        lm_damping: λ of the last damped step.
+        rejected_in_a_row: the number of rejected (gathering) steps in a row.
+        rejection_rate: the running mean of such steps.
+        rows: m, if it has grown; otherwise 0.
+        longest_fraction: the bound of η in the last step; 0 for the usual bound.
+        loss_ratio: the ratio of the losses on C after and before the last candidate taken.
     """
 
-    rows: int = ROWS
-    momentum: float = 0.9
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.rows, int) or self.rows < 1:
-            raise ValueError(f"Rational(rows={self.rows!r}): must be a whole number ≥ 1.")
-        if not 0 <= self.momentum < 1:
-            raise ValueError(f"Rational(momentum={self.momentum!r}): must be a number in [0, 1).")
-
-
-def reduced_curvature(J: Tensor, V: Rows, objective: Objective) -> Tensor:
-    """H̄ = (JVᵀ)ᵀJVᵀ and the decay's part, float64 [r, r] for the r rows of V."""
-    comm, rows = objective.comm, V.tensor()
-    JV = comm.sum(J @ rows.T).double()
-    H = JV.T @ JV
-    if any(objective.parameters.decay):
-        for i, v in enumerate(rows):
-            w = torch.zeros_like(v)
-            objective.add_decay(w, v)
-            H[i] += comm.sum(V.dots(w))
-    return H
+    flow_damping: float
+    step_fraction: float
+    momentum_scale: float
+    lm_damping: float
+    rejected_in_a_row: int = 0
+    rejection_rate: float = 0.0
+    rows: int = 0
+    longest_fraction: float = 0.0
+    loss_ratio: float = 1.0
 
 
-class RationalBuilder:
-    """Builds the span of the flow's direction and bend, damped steps, the gradient and the previous step."""
+@dataclass(frozen=True, eq=False, kw_only=True)
+class FlowState(MethodState):
+    """The state between two steps: all that a resumed run needs.
 
-    announced = True  # nothing is done in parts
+    Attributes:
+        adaptation: the adapted numbers; None before the first step.
+        direction: φ [P_local] if the last step only gathered rows; otherwise None.
+    """
 
-    def __init__(self, options: Rational, memory_budget: int | None) -> None:
-        self._options, self._budget = options, memory_budget
-        self._sketcher = Sketcher(options.rows)
-        self._V: Rows | None = None
+    adaptation: Adaptation | None = None
+    direction: Tensor | None = vector()
 
-    def __call__(
-        self,
-        objective: Objective,
-        batches: Sequence[Microbatch],
-        precondition: Callable[[Tensor], Tensor],
-        g: Tensor,
-        d_prev: Tensor | None,
-        turn: Turn,
-    ) -> Subspace:
-        """The subspace and where to begin in it; ``precondition`` is not used."""
-        comm = objective.comm
-        most = self._most_rows(objective)
-        self._sketcher.rows = min(max(self._options.rows, int(turn.carry.rows if turn.carry else 0)), most)
-        drawn = self._sketcher.draw(objective, batches, (turn.seed, turn.iteration))
-        sketch = finite_rows(drawn, comm)
-        factored = Factored(sketch.J, comm)
-        usual = _longest(turn.carry, kept=d_prev is not None)
-        longest, least = (_LONGEST_WHOLE, _LEAST_WHOLE) if sketch.whole else (usual, _LEAST)
-        carry = self._bounded(factored.trace, longest, max(least, torch.finfo(g.dtype).eps ** 2), turn.carry)
-        carry, note = (carry, "") if sketch.whole else _asked(carry, self._sketcher.rows, most)
-        carry = replace(carry, longest=0.0 if sketch.whole else longest)
-        note = drawn.note or note
-        phi, alpha = self._flow(objective, sketch, factored, d_prev, carry)
-        patient = carry.lost + 1 < _WAIT
-        dampings = carry.damped * _RATIO ** (torch.arange(_DAMPED, dtype=torch.float64, device="cpu") - _DAMPED // 2)
-        damped = () if patient else tuple(damped_steps(factored, g, dampings))
-        vectors = [v for v in (phi, alpha, *damped, g, d_prev) if v is not None]
-        room = min(_DAMPED + 4, objective.parameters.count)
-        if self._V is None or not self._V.holds(room, g):
-            self._V = Rows(room, g)
-        V = self._V
-        J = sketch.J
-        subspace = spanned_basis(lambda V: reduced_curvature(J, V, objective), vectors, V, room, comm)
 
-        def in_basis(d: Tensor) -> Tensor:
-            c = comm.sum(V.dots(d)).to("cpu", torch.float64)
-            return c if bool(c.isfinite().all()) else torch.zeros_like(c)
+def flow_step(
+    objective: Objective,
+    samples: Sampler,
+    settings: FlowSettings,
+    state: FlowState,
+    theta: Callable[[], Tensor] | None = None,
+) -> tuple[StepReport, FlowState]:
+    """Take one step; if it raises, θ is undefined and the caller must restore it.
 
-        lengths = _lengths(carry.length, longest)
-        towards, bend = in_basis(phi), in_basis(alpha)
-        flow = Family(
-            torch.stack([eta * towards + eta**2 / 2 * bend for eta in lengths]),
-            lengths.index(carry.length),
-            tuple(self._after(carry, eta) for eta in lengths),
-        )
-        shorter = max(carry.length / 2, _SHORTEST)
-        if patient:
-            # φ is remembered as if it were the last step, and taken up as it is.
-            waiting = replace(carry, length=shorter, scale=1.0, lost=carry.lost + 1)
-            starts = Starts((flow,), waiting, kept=towards)
-        else:
-            lost = replace(carry, length=shorter, scale=0.0, lost=0)
-            rescue = Family(
-                torch.stack([in_basis(d) for d in damped]),
-                _DAMPED // 2,
-                tuple(replace(lost, damped=lam) for lam in dampings.tolist()),
-            )
-            starts = Starts((flow, rescue), replace(lost, damped=float(dampings[-1])))
-        finite = subspace.finite and len(J) == len(drawn.J)
-        return replace(subspace, starts=starts, finite=finite, note=note)
+    Args:
+        objective: f and its derivatives on micro-batches.
+        samples: draws A (gradient), B (Jacobian rows) and C (the loss that judges candidates).
+        settings: the settings of the run.
+        state: the state after the last step.
+        theta: returns θ [P] where the step begins, if the caller has it.
 
-    def _flow(
-        self, objective: Objective, sketch: Sketch, factored: Factored, d_prev: Tensor | None, carry: Carry
-    ) -> tuple[Tensor, Tensor]:
-        """φ and α, with the decay as curvature c and residual cθ: (JᵀJ + λ + c)φ = −Jᵀρ − cθ + λμφ_prev.
+    Raises:
+        ValueError: the loss has no Jacobian rows, or is not finite and there is no earlier point to return to.
+    """
+    with StepLog(objective.comm) as log:
+        at = arrive(objective, samples, state, settings.acceptance, theta=theta)
+        log.lap("gradient")
 
-        Where groups decay differently, in coordinates √(λ + c)φ, in which the damping of all of them is 1.
+        watch = samples.watch(at)
+        watch.see_gradient(at.slope)
+        found, adaptation, direction = at_rest(at, None), state.adaptation, None
+        at.keeps_gradient = True
+        if at.grad_norm > 0:
+            flow = Flow(at, settings, state)
+            log.lap("basis")
+
+            found, adaptation, direction = flow.descend(LineEvaluator(objective, at.c))
+            del flow  # it holds the sketch
+        d, found = take(at, found)
+        watch.see_step(None if d is None else lambda: at.slope(d), found.agreement)
+        log.lap("search")
+        report = log.report(at, found, krylov_dim=0, ritz_values=(), orthogonality_error=0.0, preconditioner="none")
+    return report, FlowState(
+        iteration=state.iteration + 1,
+        seed=state.seed,
+        policy=state.policy,
+        samples=watch.after(),
+        acceptance=settings.acceptance.after(at, d),
+        adaptation=adaptation,
+        last_step=d,
+        direction=direction,
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class CandidateLine:
+    """Candidate steps ordered by length, along which the loss is expected to have one minimum.
+
+    Attributes:
+        steps: functions that return the steps [P_local], longest first.
+        first: the index of the step to try first.
+        then: the adaptation after each step, if it is taken.
+    """
+
+    steps: tuple[Callable[[], Tensor], ...]
+    first: int
+    then: tuple[Adaptation, ...]
+
+
+class Flow:
+    """The sketch and direction of one step, and its candidates.
+
+    Attributes:
+        adaptation: the adapted numbers, bounded relative to the trace of this sketch.
+        phi: φ.
+        alpha: α.
+    """
+
+    def __init__(self, at: GradientPass, settings: FlowSettings, state: FlowState) -> None:
+        objective, comm, known = at.objective, at.objective.comm, state.adaptation
+        self._at, self._objective = at, objective
+        last = at.last_step if state.direction is None else state.direction
+        most = most_rows(settings.rows, settings.memory_budget, objective)
+        rows = min(max(settings.rows, known.rows if known else 0), most)
+        drawn = Sketcher(rows).draw(objective, at.b, (at.key.seed, at.key.iteration))
+        self._sketch = finite_rows(drawn, comm)
+        self._factored = Factored(self._sketch.J, comm)
+        whole = self._sketch.whole
+        longest, least = (_LONGEST_WHOLE, _LEAST_WHOLE) if whole else (_longest(known, moved=last is not None), _LEAST)
+        least = max(least, torch.finfo(self._sketch.J.dtype).eps ** 2)
+        adaptation = _bounded(self._factored.trace, longest, least, known)
+        adaptation, note = (adaptation, "") if whole else _asked(adaptation, rows, most)
+        self.adaptation = replace(adaptation, longest_fraction=0.0 if whole else longest)
+        self._longest = longest
+        self._last = last
+        scale = self.adaptation.momentum_scale * settings.momentum
+        self.phi, self.alpha = self._direction(None if last is None or not scale else last * scale)
+        at.notes += filter(None, [drawn.note or note, "" if len(self._sketch.J) == len(drawn.J) else _NOT_FINITE])
+
+    def _direction(self, carried: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return φ and α, with the decay as curvature c and residual cθ: (JᵀJ + λ + c)φ = −Jᵀρ − cθ + λμφ_prev.
+
+        If groups decay differently, the coordinates are √(λ + c)φ, in which the damping is 1 everywhere.
         """
-        lam, decay, here = carry.damping, objective.parameters.decay, objective.point()
-        carried = None if d_prev is None or not carry.scale else d_prev * (carry.scale * self._options.momentum)
+        objective, sketch, factored = self._objective, self._sketch, self._factored
+        lam, h = self.adaptation.flow_damping, self.adaptation.step_fraction
+        decay, here = objective.parameters.decay, objective.point()
         c, pull = torch.zeros_like(here), torch.zeros_like(here)
         if any(decay):
             objective.add_decay(c, torch.ones_like(here))
@@ -196,99 +225,181 @@ class RationalBuilder:
         phi = flow_direction(factored, sketch.rho, carried, lams)
 
         def change() -> Tensor:
-            objective.move_to(here + carry.length * (phi / root if unlike else phi))
+            objective.move_to(here + h * (phi / root if unlike else phi))
             changed = sketch.change()
             objective.move_to(here)
             return changed
 
-        alpha = acceleration(factored, phi, carry.length, change, lams)
+        alpha = acceleration(factored, phi, h, change, lams)
         return (phi / root, alpha / root) if unlike else (phi, alpha)
 
-    @staticmethod
-    def _after(carry: Carry, eta: float) -> Carry:
-        """After a piece of length η; what is left of the direction is (1 − η)φ."""
-        damping = new_damping(carry.damping, eta)
-        return replace(carry, damping=damping, length=eta, scale=max(0.0, 1 / eta - 1), lost=0)
+    def descend(self, lines: LineEvaluator) -> tuple[SearchResult, Adaptation, Tensor | None]:
+        """Return the best step of the first line that lowers the loss, the adaptation, and φ if rows are gathered."""
+        at, known = self._at, self.adaptation
+        evaluations = 0
 
-    @staticmethod
-    def _bounded(trace: float, longest: float, least: float, carry: Carry | None) -> Carry:
-        """What is remembered, within what this curvature can feel."""
-        if not 0 < trace < math.inf:
-            return Carry(1.0, _LONGEST, 0.0, 1.0, _WAIT)
-        if carry is None:
-            return Carry(_FIRST * trace, min(0.5, longest), 0.0, _FIRST_DAMPED * trace, 0)
-        damping = min(max(carry.damping, least * trace), _MOST * trace)
-        damped = min(max(carry.damped, _LEAST_DAMPED * trace), _MOST_DAMPED * trace)
-        halvings = max(0, math.ceil(math.log2(carry.length / longest)))  # lengths stay halvings of each other
-        return replace(carry, damping=damping, damped=damped, length=carry.length / 2.0**halvings)
+        def value(d: Tensor | None = None) -> float:
+            nonlocal evaluations
+            evaluations += 1
+            v = lines.value(d)
+            return v if math.isfinite(v) else math.inf
 
-    def _most_rows(self, objective: Objective) -> int:
-        """How many a sketch may come to have: in the budget, and no more than there are parameters to tell apart."""
-        parameters, first = objective.parameters, self._options.rows
-        room = _ROOM if self._budget is None else self._budget
-        taken = torch.tensor(float(sketch_bytes(1, parameters.numel, parameters.dtype)), device="cpu")
-        fitting = room // int(objective.comm.max(taken))  # ranks may have parts of other lengths, and must agree
-        return max(first, min(_MOST_ROWS * first, fitting, parameters.count))
+        before = at.losses.mean if at.sets.searches_all else value()
+        for line in self._lines():
+            i, lowest, d = descend_line(line, value)
+            if lowest < before:
+                ratio = lowest / before if before > 0 else 1.0
+                found = SearchResult(d, before, lowest, 0, evaluations, StopReason.CANDIDATE, exact=True)
+                return found, replace(line.then[i], loss_ratio=ratio), None
+        shorter = max(known.step_fraction / 2, _SHORTEST)
+        if self._patient:
+            waiting = replace(known, step_fraction=shorter, momentum_scale=1.0)
+            waiting = replace(waiting, rejected_in_a_row=known.rejected_in_a_row + 1)
+            phi = self.phi if bool(self.phi.isfinite().all()) else None
+            return SearchResult(None, before, before, 0, evaluations, StopReason.GATHERING), waiting, phi
+        lost = replace(known, step_fraction=shorter, momentum_scale=0.0, rejected_in_a_row=0)
+        found = self._searched(lines)
+        found = replace(found, evaluations=found.evaluations + evaluations)
+        return found, replace(lost, lm_damping=self._dampings[-1]), None
 
     @property
-    def rows(self) -> Rows | None:
-        """V of the last step."""
-        return self._V
+    def _patient(self) -> bool:
+        """Whether the flow may gather rows once more."""
+        return self.adaptation.rejected_in_a_row + 1 < _WAIT
 
-    def require_room(self, objective: Objective) -> None:
-        """Before anything runs.
+    @property
+    def _dampings(self) -> list[float]:
+        return [self.adaptation.lm_damping * _RATIO ** (i - _DAMPED // 2) for i in range(_DAMPED)]
 
-        Raises:
-            ValueError: the budget, or at first the memory at hand, is too small for the sketch, or parameters are on a
-                mesh.
-        """
-        parameters, rows = objective.parameters, self._options.rows
-        require_plain(objective.comm, parameters.numel)
+    def _lines(self) -> Iterator[CandidateLine]:
+        """Yield flow steps, and damped steps if the flow has failed for several steps."""
+        known, phi, alpha = self.adaptation, self.phi, self.alpha
+        fractions = _fractions(known.step_fraction, self._longest)
+        yield CandidateLine(
+            tuple(lambda eta=eta: eta * phi + eta**2 / 2 * alpha for eta in fractions),  # type: ignore[misc]
+            fractions.index(known.step_fraction),
+            tuple(_after(known, eta) for eta in fractions),
+        )
+        if self._patient:
+            return
+        shorter = max(known.step_fraction / 2, _SHORTEST)
+        lost = replace(known, step_fraction=shorter, momentum_scale=0.0, rejected_in_a_row=0)
+        yield CandidateLine(
+            tuple(lambda d=d: d for d in self._damped_steps()),  # type: ignore[misc]
+            _DAMPED // 2,
+            tuple(replace(lost, lm_damping=lam) for lam in self._dampings),
+        )
 
-        def check() -> None:
-            ranks = objective.comm.ranks
-            if said := refusal(rows, parameters.numel, parameters.dtype, parameters.device, self._budget, ranks):
-                raise ValueError(said)
+    def _damped_steps(self) -> Tensor:
+        assert self._at.g is not None
+        lams = torch.tensor(self._dampings, dtype=torch.float64, device="cpu")
+        return damped_steps(self._factored, self._at.g, lams)
 
-        if self._budget is not None:
-            check()  # the same on all ranks
-        elif self._V is None:  # later, what is at hand lacks what the last sketch took
-            together(objective.comm, check)
+    def _searched(self, lines: LineEvaluator) -> SearchResult:
+        """Run BFGS over the span of φ, α, the damped steps, g and the last step, whitened by the sketch."""
+        at, J = self._at, self._sketch.J
+        vectors = [v for v in (self.phi, self.alpha, *self._damped_steps(), at.g, self._last) if v is not None]
+        room = min(len(vectors), self._objective.parameters.count)
+        V = BasisStorage(room, vectors[0])
+        subspace = spanned_basis(
+            lambda V: reduced_curvature(J, V, self._objective), vectors, V, room, self._objective.comm
+        )
+        return Search().minimise(lines, subspace, SearchStart.of(at), None)
 
-    def announce(self, objective: Objective, batches: Sequence[Microbatch]) -> None:
-        """Nothing to say."""
 
-    def __getstate__(self) -> dict[str, Any]:
-        # A copy of an optimizer needs no copy of its workspace, and is of other parameters.
-        return {**self.__dict__, "_V": None, "_sketcher": Sketcher(self._options.rows)}
+def most_rows(first: int, budget: int | None, objective: Objective) -> int:
+    """Return the largest number of rows that m may grow to: within the budget and the number of parameters."""
+    parameters = objective.parameters
+    taken = torch.tensor(float(sketch_bytes(1, parameters.numel, parameters.dtype)), device="cpu")
+    room = _ROOM if budget is None else budget
+    fitting = room // int(objective.comm.max(taken))  # ranks have parts of different lengths, and must agree
+    return max(first, min(_MOST_ROWS * first, fitting, parameters.count))
 
 
-def _longest(carry: Carry | None, *, kept: bool) -> float:
-    """Of the pieces that may be followed now: more where the longest was followed and all residuals shrank alike.
+_NOT_FINITE = "Rows of the Jacobian were not finite; they were left out."
 
-    Not after a step that was undone, or not taken: ``kept`` is False then.
+
+def descend_line(line: CandidateLine, value: Callable[[Tensor], float]) -> tuple[int, float, Tensor]:
+    """Return the index, loss and vector of the best step: from the first, towards shorter or else longer ones."""
+    seen: dict[int, tuple[float, Tensor]] = {}
+
+    def at(i: int) -> float:
+        if not 0 <= i < len(line.steps):
+            return math.inf
+        if i not in seen:
+            d = line.steps[i]()
+            seen[i] = value(d), d
+            for j in [j for j in seen if abs(j - i) > 1]:  # free vectors [P]
+                seen[j] = seen[j][0], d[:0]
+        return seen[i][0]
+
+    i = line.first
+    while i + 1 < len(line.steps) and (at(i + 1) < at(i) or math.isinf(at(i))):  # a long step may overflow
+        i += 1
+    while i <= line.first and at(i - 1) < at(i):
+        i -= 1
+    return i, at(i), seen[i][1]
+
+
+def reduced_curvature(J: Tensor, V: BasisStorage, objective: Objective) -> Tensor:
+    """Return H̄ = (JVᵀ)ᵀJVᵀ plus the weight decay, float64 [r, r] for the r rows of V."""
+    comm, rows = objective.comm, V.tensor()
+    JV = comm.sum(J @ rows.T).double()
+    H = JV.T @ JV
+    if any(objective.parameters.decay):
+        for i, v in enumerate(rows):
+            w = torch.zeros_like(v)
+            objective.add_decay(w, v)
+            H[i] += comm.sum(V.dots(w))
+    return H
+
+
+def _after(known: Adaptation, eta: float) -> Adaptation:
+    """Return the adaptation after a flow step of fraction η, which leaves (1 − η)φ of the direction."""
+    damping = new_damping(known.flow_damping, eta)
+    scale = max(0.0, 1 / eta - 1)
+    return replace(known, flow_damping=damping, step_fraction=eta, momentum_scale=scale, rejected_in_a_row=0)
+
+
+def _bounded(trace: float, longest: float, least: float, known: Adaptation | None) -> Adaptation:
+    """Return the adaptation with its dampings bounded relative to the trace, and its fraction by ``longest``."""
+    if not 0 < trace < math.inf:
+        return Adaptation(1.0, _LONGEST, 0.0, 1.0, _WAIT)
+    if known is None:
+        return Adaptation(_FIRST * trace, min(0.5, longest), 0.0, _FIRST_DAMPED * trace)
+    damping = min(max(known.flow_damping, least * trace), _MOST * trace)
+    damped = min(max(known.lm_damping, _LEAST_DAMPED * trace), _MOST_DAMPED * trace)
+    halvings = max(0, math.ceil(math.log2(known.step_fraction / longest)))  # fractions stay halvings of each other
+    fraction = known.step_fraction / 2.0**halvings
+    return replace(known, flow_damping=damping, lm_damping=damped, step_fraction=fraction)
+
+
+def _longest(known: Adaptation | None, *, moved: bool) -> float:
+    """Return the bound of η, raised if the last step reached it and the loss fell as the flow predicts.
+
+    ``moved`` is False after a step that was rolled back or not taken, which does not raise the bound.
     """
-    if carry is None:
+    if known is None:
         return _LONGEST
-    longest = max(carry.longest, _LONGEST)
-    followed_longest = kept and not carry.lost and 2 * carry.length > longest  # lengths are halvings
-    said = (1 - min(carry.length, _LONGEST_EVER)) ** 2
-    if followed_longest and 0 < carry.fell <= said**_AS_SAID:
+    longest = max(known.longest_fraction, _LONGEST)
+    followed = moved and not known.rejected_in_a_row and 2 * known.step_fraction > longest  # fractions are halvings
+    said = (1 - min(known.step_fraction, _LONGEST_EVER)) ** 2
+    if followed and 0 < known.loss_ratio <= said**_AS_SAID:
         return max(_LONGEST, min(_LONGER * longest, _LONGEST_EVER))
     return max(_LONGEST, longest / 2)
 
 
-def _asked(carry: Carry, rows: int, most: int) -> tuple[Carry, str]:
-    """With more rows from the next step on, where too many of the last ones had to gather some; and a note of that."""
-    waits = carry.waits + _LATELY * (float(carry.lost > 0) - carry.waits)
-    if waits <= _OFTEN or rows >= most:
-        return replace(carry, waits=waits), ""
+def _asked(known: Adaptation, rows: int, most: int) -> tuple[Adaptation, str]:
+    """Return the adaptation, with more rows if recent steps gathered too often, and a note of it."""
+    rate = known.rejection_rate + _LATELY * (float(known.rejected_in_a_row > 0) - known.rejection_rate)
+    if rate <= _OFTEN or rows >= most:
+        return replace(known, rejection_rate=rate), ""
     more = min(round(_GROWTH * rows), most)
-    note = f"Many of the last steps had to gather rows: sketches have {more} from now on."
-    return replace(carry, waits=0.0, rows=more), note
+    note = f"Many recent steps had to gather rows: sketches have {more} rows from now on."
+    return replace(known, rejection_rate=0.0, rows=more), note
 
 
-def _lengths(length: float, longest: float) -> list[float]:
-    """Halvings and doublings of a length, longest first."""
-    tried = (length * 2.0**-k for k in range(-_LENGTHS, _LENGTHS + 1))
+def _fractions(fraction: float, longest: float) -> list[float]:
+    """Return halvings and doublings of a fraction within bounds, longest first."""
+    tried = (fraction * 2.0**-k for k in range(-_LENGTHS, _LENGTHS + 1))
     return [eta for eta in tried if _SHORTEST <= eta <= longest]

@@ -1,34 +1,31 @@
-"""DeepXDE (PyTorch backend) trained by KSD: ``compile_ksd(model)`` in place of ``model.compile("L-BFGS")``.
+"""DeepXDE (PyTorch backend) trained by KSD or GaussNewtonFlow: ``compile_ksd(model)`` in place of ``model.compile``.
 
 ``model.train`` then runs DeepXDE's own loop: callbacks, ``LossHistory`` and ``TrainState`` (so ``dde.saveplot``), the
-display, ``model.save`` and ``model.restore`` are as with any optimizer, and one iteration is one step of KSD.
+display, ``model.save`` and ``model.restore`` are as with any optimizer. One iteration is one step.
 
-Full batch: every evaluation is over all points of all loss terms, and there are no three sets. The loss of a PINN is
-a sum of means over different points (the equation, each boundary), not one mean over samples that could be divided,
-and there are few enough points to take them all. The loss is DeepXDE's own: its loss functions are handed over wrapped,
-and what they are given, the residuals before the mean, is what KSD takes the loss to be convex in. So loss weights, any
-kind of boundary condition, hard constraints, inverse problems, operator networks and ``dde.config.set_default_float``
-work. New points between steps (``PDEPointResampler``, anchors) are fine: a full-batch step is compared with nothing
-from the step before.
+Every evaluation is over all points of all loss terms: the loss of a PINN is a sum of means over different points, which
+three sets could not divide. The loss is DeepXDE's own, and the residuals before its means are the outputs that a step
+sees. So loss weights, any boundary condition, hard constraints, inverse problems, operator networks and
+``dde.config.set_default_float`` work, and points may change between steps (``PDEPointResampler``, anchors).
 
-Take enough points. KSD soon makes the residuals vanish at a handful of them, and what a network of thousands of
-parameters then does between them is anyone's guess.
+Take enough points: steps soon make the residuals vanish at a handful of them, whatever the network does in between.
 """
 
 from __future__ import annotations
 
-import logging
+import inspect
 import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from krylov_descent.flow.sketch import fitting_basis
-from krylov_descent.flow.step import Rational
+from krylov_descent.base import CurvatureOptimizer
+from krylov_descent.flow.optimizer import GaussNewtonFlow
+from krylov_descent.flow.sketch import why_not_flow
+from krylov_descent.integrations._shared import LOGGER, Residuals, log_notes
 from krylov_descent.optimizer import KSD
 from krylov_descent.report import StepReport
 from krylov_descent.run import NOTHING_FOUND, EndReason, in_vain
@@ -37,12 +34,11 @@ os.environ.setdefault("DDE_BACKEND", "pytorch")  # DeepXDE chooses at its import
 
 import deepxde
 
-_LOGGER = logging.getLogger(__name__)
 _VARIABLES = "external_trainable_variables"
 # Their residuals are of one point each. Operators, integrals and fractional derivatives mix points: then rows of a
 # sketch take a backward pass each.
 _ORDINARY = (deepxde.data.PDE, deepxde.data.TimePDE)
-_FOR_KRYLOV = {"curvature", "preconditioner", "storage"}  # arguments of KSD that the rational basis has no use for
+_OF_KSD, _OF_FLOW = (set(inspect.signature(method).parameters) for method in (KSD, GaussNewtonFlow))
 
 
 def compile_ksd(
@@ -53,12 +49,11 @@ def compile_ksd(
     loss_weights: Sequence[float] | None = None,
     external_trainable_variables: Any = None,
     verbose: int = 1,
-    basis: Literal["krylov", "rational"] | Rational | None = None,
-    krylov_dim: int | None = None,
+    method: type[CurvatureOptimizer] | None = None,
     on_report: Callable[[StepReport], object] | None = None,
-    **ksd: Any,
-) -> KSD:
-    """Configure a model for training with KSD; then ``model.train(iterations=...)``.
+    **arguments: Any,
+) -> CurvatureOptimizer:
+    """Configure a model for training with KSD or GaussNewtonFlow; then ``model.train(iterations=...)``.
 
     Training ends early, with a warning that says why, when five steps in a row find nothing better.
 
@@ -70,16 +65,16 @@ def compile_ksd(
         external_trainable_variables: as for ``model.compile``. Unlike with DeepXDE's own optimizers, ``model.save``
             keeps their values, and ``model.restore`` brings them back.
         verbose: as for ``model.compile``.
-        basis: as for ``KSD``. None takes "rational" for the mean squared residuals of a ``dde.data.PDE`` or ``TimePDE``
-            in float64, for up to 100,000 parameters, if its sketch fits in memory (where only these speak against it,
-            the log says so, if ``verbose``); and "krylov" elsewhere, or if other arguments are for that:
-            ``krylov_dim``, ``curvature``, ``preconditioner``, ``storage``. docs/integrations.md has figures.
-        krylov_dim: K of the Krylov basis, 50 unless given. These networks are small and ill-conditioned: 14 seconds of
-            one core end at a loss of 1.5e-3 with K = 20, of 2.8e-6 with 50 (examples/deepxde_poisson.py --basis krylov
-            --krylov-dim, 2026-11-15).
+        method: ``KSD`` or ``GaussNewtonFlow``. None takes the one that has the other arguments, if only one has them
+            (``krylov_dim``: KSD; ``rows``: GaussNewtonFlow). Otherwise GaussNewtonFlow for the mean squared residuals
+            of a ``dde.data.PDE`` or ``TimePDE`` in float64, for up to 100,000 parameters, if its sketch fits in memory
+            (where only these speak against it, the log says so, if ``verbose``); and KSD elsewhere.
+            docs/integrations.md has figures.
         on_report: called with the ``StepReport`` of each step: a writer of ``krylov_descent.writers``, or
             ``reports.append``.
-        **ksd: other arguments of ``KSD``. An "l2" regularisation of the network becomes its ``weight_decay``.
+        **arguments: of the method. An "l2" regularisation of the network becomes its ``weight_decay``. ``krylov_dim``
+            is 50 unless given, as these networks are small and ill-conditioned: 14 seconds of one core end at a loss
+            of 1.5e-3 with K = 20, of 2.8e-6 with 50 (examples/deepxde_poisson.py --method ksd --krylov-dim).
 
     Returns:
         The optimizer, which is ``model.opt`` too.
@@ -105,12 +100,12 @@ def compile_ksd(
     """
     if deepxde.backend.backend_name != "pytorch":
         raise ValueError(
-            f"DeepXDE runs with the backend {deepxde.backend.backend_name!r}, and KSD is for PyTorch. "
+            f"DeepXDE runs with the backend {deepxde.backend.backend_name!r}, and krylov_descent is for PyTorch. "
             "Set DDE_BACKEND=pytorch before deepxde is imported."
         )
     if deepxde.config.mixed:
         raise ValueError(
-            "DeepXDE is set to mixed precision, whose float16 rounds away the differences that KSD compares. "
+            "DeepXDE is set to mixed precision, whose float16 rounds away the differences that steps compare. "
             "Use dde.config.set_default_float('float32') or 'float64'."
         )
     variables = external_trainable_variables or []
@@ -122,39 +117,50 @@ def compile_ksd(
     if variables:
         groups.append({"params": variables, "weight_decay": 0.0})
     functions = deepxde.losses.get(loss)
-    if basis is None:
-        for_krylov = krylov_dim is not None or not _FOR_KRYLOV.isdisjoint(ksd)
+    if method is None:
         each = functions if isinstance(functions, list) else [functions]
         squares = all(function is deepxde.losses.mean_squared_error for function in each)
-        basis, why_not = "krylov", ""
-        if type(model.data) in _ORDINARY and squares and kind in (None, "l2") and not for_krylov:
-            trained = [p for group in groups for p in group["params"]]
-            basis, why_not = fitting_basis(trained, ksd.get("memory_budget"))
-        if why_not and verbose > 0:
-            _LOGGER.warning("KSD takes basis='krylov': %s.", why_not)
-    optimizer = KSD(groups, basis=basis, krylov_dim=50 if krylov_dim is None else krylov_dim, **ksd)
+        ordinary = type(model.data) in _ORDINARY and squares and kind in (None, "l2")
+        method = _method(groups, arguments, ordinary=ordinary, says=verbose > 0)
+    if issubclass(method, KSD):
+        arguments = {"krylov_dim": 50, **arguments}
+    optimizer = method(groups, **arguments)
     _keep_values(optimizer, variables)
-    residuals = _Residuals()
+    residuals = Residuals()
+
+    def seen(function: Callable[[Any, Any], Tensor]) -> Callable[[Any, Any], Tensor]:
+        return lambda y_true, y_pred: function(y_true, residuals.see(y_pred))
+
     model.compile(
         optimizer,
-        loss=list(map(residuals.of, functions)) if isinstance(functions, list) else residuals.of(functions),
+        loss=list(map(seen, functions)) if isinstance(functions, list) else seen(functions),
         metrics=metrics,
         loss_weights=loss_weights,
         external_trainable_variables=variables or None,
         verbose=verbose,
     )
-    model.train_step = _train_step(model, optimizer, residuals, on_report or _log_notes)
+    model.train_step = _train_step(model, optimizer, residuals, on_report or log_notes)
     return optimizer
 
 
-def _log_notes(report: StepReport) -> None:
-    """Where nobody else reads reports, what the first one found of the problem goes to the log."""
-    if report.iteration == 0 and report.notes:
-        _LOGGER.warning("KSD, first step: %s", " ".join(report.notes))
+def _method(
+    groups: Sequence[dict[str, Any]], arguments: dict[str, Any], *, ordinary: bool, says: bool
+) -> type[CurvatureOptimizer]:
+    """The one to begin with; ``ordinary`` are means of squared residuals of one point each."""
+    if arguments.keys() & (_OF_KSD - _OF_FLOW):
+        return KSD
+    if arguments.keys() & (_OF_FLOW - _OF_KSD):
+        return GaussNewtonFlow
+    if not ordinary:
+        return KSD
+    why_not = why_not_flow([p for group in groups for p in group["params"]], arguments.get("memory_budget"))
+    if why_not and says:
+        LOGGER.warning("KSD is taken: %s.", why_not)
+    return KSD if why_not else GaussNewtonFlow
 
 
 def _train_step(
-    model: Any, optimizer: KSD, residuals: _Residuals, on_report: Callable[[StepReport], object]
+    model: Any, optimizer: CurvatureOptimizer, residuals: Residuals, on_report: Callable[[StepReport], object]
 ) -> Callable[[Any, Any, Any], None]:
     """What ``model.train`` calls at each iteration."""
     nothing = 0
@@ -163,7 +169,7 @@ def _train_step(
         nonlocal nothing
         if model.batch_size is not None:
             raise ValueError(
-                f"train(batch_size={model.batch_size}): a step of KSD minimises over all that it is given, and would "
+                f"train(batch_size={model.batch_size}): a step minimises over all that it is given, and would "
                 "fit each batch by itself. Leave batch_size=None."
             )
 
@@ -179,42 +185,15 @@ def _train_step(
             nothing = 0
             model.stop_training = True
             warnings.warn(
-                f"KSD ended the training after step {report.iteration}. {EndReason.STUCK.remedy}", stacklevel=2
+                f"{type(optimizer).__name__} ended the training after step {report.iteration}. "
+                f"{EndReason.STUCK.remedy}",
+                stacklevel=2,
             )
 
     return train_step
 
 
-class _Residuals:
-    """What the loss functions of a model are given, collected while a closure runs."""
-
-    def __init__(self) -> None:
-        self._collected: list[Tensor] | None = None
-
-    def of(self, loss: Callable[[Any, Any], Tensor]) -> Callable[[Any, Any], Tensor]:
-        """A loss function that gives the same and lets its second argument be collected."""
-
-        def collecting(y_true: Any, y_pred: Any) -> Tensor:
-            if self._collected is not None and y_pred.requires_grad:
-                # A node of its own: of two residuals one may be computed from the other (multi-fidelity networks).
-                y_pred = y_pred.view_as(y_pred)
-                self._collected.append(y_pred)
-            return loss(y_true, y_pred)
-
-        return collecting
-
-    @contextmanager
-    def collected(self) -> Iterator[list[Tensor]]:
-        """What is collected inside."""
-        collected: list[Tensor] = []
-        self._collected = collected
-        try:
-            yield collected
-        finally:
-            self._collected = None
-
-
-def _keep_values(optimizer: KSD, variables: Sequence[Tensor]) -> None:
+def _keep_values(optimizer: CurvatureOptimizer, variables: Sequence[Tensor]) -> None:
     """Put the values of these into the optimizer's state: ``model.save`` writes the network and that, no more."""
 
     def put(_: Any, state: dict[str, Any]) -> None:

@@ -1,16 +1,14 @@
 """PyTorch Lightning: ``KSDModule``, whose training steps are steps of KSD, and ``StepsLoader``, its training data.
 
 Lightning's loop, callbacks, loggers, checkpoints and progress bar are used as they are: one batch of the training
-loader is one step, and ``trainer.global_step`` counts it. What the batch is decides between two ways to train:
+loader is one step, and ``trainer.global_step`` counts it. The loader decides between two ways to train:
 
 - ``StepsLoader(Subsets(...))``: each step draws its three sets from the data set. An epoch is a number of steps.
-- Any other loader: a step evaluates its batch alone, A = B = C. Right for a loader of one batch that holds everything
-  (full batch). With smaller batches each step fits its own batch only; a warning says so.
+- Any other loader: a step evaluates its batch alone, A = B = C. Right for one batch that holds everything.
 
-Checkpoints hold all of the optimizer's state: a run resumed by ``trainer.fit(..., ckpt_path=...)`` is bit for bit the
-uninterrupted one. Steps are taken in eval mode, since KSD compares losses: dropout is off, and BatchNorm uses its
-running statistics. Refused, with what to do instead: gradient clipping and accumulation, learning-rate schedulers,
-mixed precision, and strategies other than one device and DDP.
+A run resumed by ``trainer.fit(..., ckpt_path=...)`` is bit for bit the uninterrupted one. Steps are taken in eval mode,
+since KSD compares losses. Refused, with what to do instead: gradient clipping and accumulation, learning-rate
+schedulers, mixed precision, and strategies other than one device and DDP.
 """
 
 from __future__ import annotations
@@ -25,11 +23,13 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import Tensor
 
+from krylov_descent.base import CurvatureOptimizer
 from krylov_descent.distributed import ProcessGroup
-from krylov_descent.integrations._modes import evaluating
+from krylov_descent.integrations._shared import evaluating, numbers
 from krylov_descent.optimizer import KSD
 from krylov_descent.report import Settlement, StepReport
 from krylov_descent.samples.subsets import Subsets
+from krylov_descent.state import Parts
 
 _STATE_OF_RANKS = "krylov_descent"  # its entry in a checkpoint
 
@@ -76,7 +76,8 @@ class StepsLoader:
 class KSDModule(LightningModule):
     """A LightningModule trained by KSD. Write ``loss_and_outputs``; all else has a default.
 
-    - ``configure_optimizers`` returns ``KSD(self.parameters())``; override it to return another ``KSD(...)``.
+    - ``configure_optimizers`` returns ``KSD(self.parameters())``; override it to return another ``KSD(...)``, or
+      ``GaussNewtonFlow(...)``.
     - Logged at each step: ``train_loss``, the loss on A before the step, and ``ksd/...``, the step's numbers. Give the
       trainer ``log_every_n_steps=1``: steps are few. ``outputs["report"]`` in ``on_train_batch_end`` is the whole
       ``StepReport``.
@@ -171,7 +172,7 @@ class KSDModule(LightningModule):
         if self._loaded is not None:
             optimizer = _ksd_of(self.trainer)
             optimizer.state.clear()  # that of the rank which wrote the file
-            optimizer.load_whole_state(self._loaded)
+            optimizer.load_whole_state(Parts(*self._loaded))
             self._loaded = None
 
     def on_train_end(self) -> None:
@@ -186,8 +187,8 @@ class KSDModule(LightningModule):
         """Put together what several ranks hold in parts; all ranks call this."""
         super().on_save_checkpoint(checkpoint)
         for optimizer in self.trainer.optimizers if "optimizer_states" in checkpoint else ():
-            if isinstance(optimizer, KSD) and optimizer.comm.ranks > 1:
-                checkpoint[_STATE_OF_RANKS] = optimizer.whole_state()
+            if isinstance(optimizer, CurvatureOptimizer) and optimizer.comm.ranks > 1:
+                checkpoint[_STATE_OF_RANKS] = tuple(optimizer.whole_state())  # plain: weights_only=True loads it
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Keep what ranks saved together until there is an optimizer to take it."""
@@ -208,27 +209,22 @@ class KSDModule(LightningModule):
 
     def _log_report(self, report: StepReport) -> None:
         self.log("train_loss", report.loss, prog_bar=True, batch_size=1)
-        numbers = {
-            "ksd/grad_norm": report.grad_norm,
-            "ksd/search_loss": report.search_loss_after,
-            "ksd/evaluations": float(report.inner_evaluations),
-            "ksd/accepted": float(report.accepted),
-            "ksd/seconds": sum(report.seconds.values()),
-        }
-        self.log_dict(numbers, batch_size=1)
+        self.log_dict({f"ksd/{name}": value for name, value in numbers(report).items()}, batch_size=1)
 
 
-def _ksd_of(trainer: Trainer) -> KSD:
+def _ksd_of(trainer: Trainer) -> CurvatureOptimizer:
     """The optimizer, if the trainer leaves it what it needs.
 
     Raises:
         ValueError: it does not, with what to change.
     """
     optimizers = trainer.optimizers
-    if len(optimizers) != 1 or not isinstance(optimizers[0], KSD):
+    if len(optimizers) != 1 or not isinstance(optimizers[0], CurvatureOptimizer):
         names = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
-        raise ValueError(f"configure_optimizers returned {names}; KSDModule needs one KSD(...).")
-    optimizer: KSD = optimizers[0]
+        raise ValueError(
+            f"configure_optimizers returned {names}; KSDModule needs one KSD(...) or GaussNewtonFlow(...)."
+        )
+    optimizer: CurvatureOptimizer = optimizers[0]
     if trainer.lr_scheduler_configs:
         raise ValueError("configure_optimizers returned a scheduler; KSD has no learning rate. Return the KSD alone.")
     if trainer.gradient_clip_val:

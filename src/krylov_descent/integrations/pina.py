@@ -1,21 +1,18 @@
-"""PINA solvers trained by KSD: ``KSDPINN(problem, model)`` in place of ``PINN(problem, model)``.
+"""PINA solvers trained by KSD or GaussNewtonFlow: ``KSDPINN(problem, model)`` in place of ``PINN(problem, model)``.
 
-PINA's ``Trainer`` runs as always: callbacks, progress bar, logging, checkpoints; one epoch is one step of KSD, and
+PINA's ``Trainer`` runs as always: callbacks, progress bar, logging, checkpoints. One epoch is one step, and
 ``trainer.train(ckpt_path=...)`` continues a run to the bit (with ``shuffle=False`` or the same seed: PINA shuffles the
 points when the trainer is made).
 
-Full batch: ``Trainer(solver)`` without a ``batch_size``. Every evaluation is over all points of all conditions, and
-there are no three sets: the loss is a weighted sum of means over the points of different conditions, not one mean over
-samples that could be divided. The loss is PINA's own; what its loss function is given, the residuals before the mean,
-is what KSD takes it to be convex in. Weighting schemes that follow the losses (``SelfAdaptiveWeighting``, NTK) are
-updated once a step, at its start; unknown parameters of inverse problems are clamped after it.
-
-Points may change between epochs (``R3Refinement``), and ``SwitchOptimizer`` may switch from Adam to KSD.
+``Trainer(solver)`` has no ``batch_size``: every evaluation is over all points of all conditions, as their means are
+over different points, which three sets could not divide. The loss is PINA's own, and the residuals before its means
+are the outputs that a step sees. Weighting schemes that follow the losses (``SelfAdaptiveWeighting``, NTK) are updated
+once a step, at its start; unknown parameters of inverse problems are clamped after it. Points may change between epochs
+(``R3Refinement``), and ``SwitchOptimizer`` may switch from Adam to either method.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import NoneType
@@ -33,12 +30,14 @@ from pina.solver import (
 from torch import Tensor, nn
 
 from krylov_descent.base import ClosureOptimizer
-from krylov_descent.flow.sketch import fitting_basis
+from krylov_descent.flow.optimizer import GaussNewtonFlow
+from krylov_descent.flow.sketch import why_not_flow
+from krylov_descent.integrations._shared import LOGGER, Residuals, log_notes
 from krylov_descent.optimizer import KSD
 from krylov_descent.report import StepReport
 
-_LOGGER = logging.getLogger(__name__)
 _UNKNOWN = "unknown_parameters"
+_KSD: dict[str, Any] = {"krylov_dim": 50}  # these networks are small and ill-conditioned
 # Their weights follow the residuals from one evaluation to the next, so that no two are of the same function.
 _MOVING = (
     AutoregressiveSingleModelSolver,
@@ -48,18 +47,23 @@ _MOVING = (
 
 
 class _Fitting(TorchOptimizer):  # type: ignore[misc]
-    """Chooses the basis when parameters are of the dtype and on the device on which they are trained."""
+    """Chooses the method when parameters are of the dtype and on the device on which they are trained."""
+
+    def __init__(self) -> None:
+        super().__init__(GaussNewtonFlow)
 
     def hook(self, parameters: Iterable[Tensor]) -> None:
         parameters = list(parameters)
-        self.kwargs["basis"], why_not = fitting_basis(parameters)
+        why_not = why_not_flow(parameters)
         if why_not:
-            _LOGGER.warning("KSD takes basis='krylov': %s.", why_not)
+            LOGGER.warning("KSD is taken: %s.", why_not)
+        self.optimizer_class: type[ClosureOptimizer] = KSD if why_not else GaussNewtonFlow
+        self.kwargs = dict(_KSD) if why_not else {}
         super().hook(parameters)
 
 
 class KSDSolver(SingleModelSolver):  # type: ignore[misc]
-    """Makes a single-model solver of PINA train by KSD; stands first among the bases.
+    """Makes a single-model solver of PINA train by KSD or GaussNewtonFlow; stands first among the bases.
 
     ``KSDPINN`` and ``KSDSupervisedSolver`` are made so. For another solver:
     ``class KSDGradientPINN(KSDSolver, GradientPhysicsInformedSingleModelSolver): pass``.
@@ -67,9 +71,9 @@ class KSDSolver(SingleModelSolver):  # type: ignore[misc]
     Args:
         problem: as for any solver.
         model: as for any solver.
-        optimizer: ``TorchOptimizer(KSD, ...)`` for other settings than the default: ``basis="rational"`` for the mean
-            squared residuals of a ``KSDPINN`` in float64, for up to 100,000 parameters, if its sketch fits in memory,
-            and K = 50 of the Krylov basis elsewhere. docs/integrations.md has figures.
+        optimizer: ``TorchOptimizer(KSD, ...)`` or ``TorchOptimizer(GaussNewtonFlow, ...)``. The default is
+            GaussNewtonFlow for the mean squared residuals of a ``KSDPINN`` in float64, for up to 100,000 parameters, if
+            its sketch fits in memory, and KSD with K = 50 elsewhere. docs/integrations.md has figures.
         **arguments: of the solver: ``weighting``, ``loss``, ...
 
     Attributes:
@@ -92,26 +96,26 @@ class KSDSolver(SingleModelSolver):  # type: ignore[misc]
     def __init__(self, problem: Any, model: Any, optimizer: Any = None, **arguments: Any) -> None:
         if isinstance(self, _MOVING):
             raise ValueError(
-                f"{type(self).__name__} weighs residuals anew with every evaluation, and a step of KSD compares "
+                f"{type(self).__name__} weighs residuals anew with every evaluation, and a step compares "
                 "evaluations. Use KSDPINN, with a weighting=... if wanted: that is updated once a step."
             )
-        self._collected: list[Tensor] | None = None
+        self._residuals = Residuals()
         self._silent = False
         if optimizer is None:
             squares = isinstance(arguments.get("loss"), (nn.MSELoss, NoneType))
             ordinary = squares and isinstance(self, PhysicsInformedSingleModelSolver)
-            optimizer = (_Fitting if ordinary else TorchOptimizer)(KSD, krylov_dim=50)
+            optimizer = _Fitting() if ordinary else TorchOptimizer(KSD, **_KSD)
         super().__init__(problem, model, optimizer=optimizer, **arguments)
         self.automatic_optimization = False
         self.loss.register_forward_pre_hook(self._collect)
-        clamp = self._clamp_params  # PINA's, called within each evaluation; KSD's trial points are not its to move
+        clamp = self._clamp_params  # PINA's, called within each evaluation; trial points are not its to move
         self._clamp_params = lambda: None if self._silent else clamp()
         for layer in self.model.modules():
             if type(layer).__module__.startswith("torch.nn.") and not any(layer.children()):
                 layer.register_forward_pre_hook(_without_labels)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """One step of KSD over all points; logs the losses after it, and the gradient's norm before it."""
+        """One step over all points; logs the losses after it, and the gradient's norm before it."""
         optimizer = self.optimizers()
         if not isinstance(optimizer.optimizer, ClosureOptimizer):
             return self._plain_step(optimizer, batch, batch_idx)
@@ -123,10 +127,7 @@ class KSDSolver(SingleModelSolver):  # type: ignore[misc]
             self._clamp_params()
             loss: Tensor = super().training_step(batch, batch_idx)
         self.log("grad_norm", report.grad_norm, on_step=False, on_epoch=True, batch_size=self.get_batch_size(batch))
-        if self.on_report is not None:
-            self.on_report(report)
-        elif report.iteration == 0 and report.notes:  # where nobody else reads reports
-            _LOGGER.warning("KSD, first step: %s", " ".join(report.notes))
+        (self.on_report or log_notes)(report)
         return loss.detach()
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -162,23 +163,13 @@ class KSDSolver(SingleModelSolver):  # type: ignore[misc]
 
     def _evaluate(self, batch: Any, batch_idx: int) -> tuple[Tensor, list[Tensor]]:
         """The loss and its residuals."""
-        collected: list[Tensor] = []
-        self._collected = collected
-        try:
-            with self._silently():
-                return self.batch_evaluation_step(batch, batch_idx), collected
-        finally:
-            self._collected = None
+        with self._silently(), self._residuals.collected() as collected:
+            return self.batch_evaluation_step(batch, batch_idx), collected
 
     def _collect(self, _: Any, given: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor] | None:
-        """Before the loss function: remember its residual, as a node of its own and without labels."""
-        residual, target = given
-        if self._collected is None or not residual.requires_grad:
-            return None
-        plain = residual.as_subclass(Tensor)
-        plain = plain.view_as(plain)
-        self._collected.append(plain)
-        return plain, target.as_subclass(Tensor)
+        """Before the loss function: residuals that are collected go on without labels."""
+        residual = self._residuals.see(given[0])
+        return None if residual is given[0] else (residual, given[1].as_subclass(Tensor))
 
     @contextmanager
     def _silently(self) -> Iterator[None]:
@@ -203,7 +194,7 @@ class KSDSolver(SingleModelSolver):  # type: ignore[misc]
     def _require_full_batch(self) -> None:
         if self.trainer.num_training_batches > 1:
             raise ValueError(
-                f"The trainer gives {self.trainer.num_training_batches} batches an epoch, and a step of KSD minimises "
+                f"The trainer gives {self.trainer.num_training_batches} batches an epoch, and a step minimises "
                 "over all that it is given: it would fit each batch by itself. Use Trainer(solver) without batch_size."
             )
         if self.trainer.world_size > 1:
@@ -214,22 +205,22 @@ class KSDSolver(SingleModelSolver):  # type: ignore[misc]
 
 
 def _without_labels(_: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Before a layer of torch's: KSD computes with what it is given, and labels do not survive that."""
+    """Before a layer of torch's: a step computes with what it is given, and labels do not survive that."""
     return tuple(x.as_subclass(Tensor) if isinstance(x, Tensor) else x for x in given)
 
 
 class KSDPINN(KSDSolver, PhysicsInformedSingleModelSolver):  # type: ignore[misc]
-    """A physics-informed solver (PINA's ``PINN``) trained by KSD.
+    """A physics-informed solver (PINA's ``PINN``) trained by KSD or GaussNewtonFlow.
 
     Arguments are those of ``KSDSolver``.
 
     Example:
+        >>> import torch
         >>> from pina import Trainer
         >>> from pina.model import FeedForward
         >>> from pina.problem.zoo import Poisson2DSquareProblem
         >>> from krylov_descent.integrations.pina import KSDPINN
-        >>> torch.manual_seed(0)  # doctest: +ELLIPSIS
-        <torch._C.Generator object at ...>
+        >>> _ = torch.manual_seed(0)
         >>> problem = Poisson2DSquareProblem()
         >>> problem.discretise_domain(10, "grid")
         >>> model = FeedForward(2, 1, inner_size=16, n_layers=2)

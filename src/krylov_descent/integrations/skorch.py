@@ -3,15 +3,12 @@
 They are skorch's nets in everything else: ``GridSearchCV``, ``cross_val_score``, ``Pipeline``, ``clone`` and pickling,
 callbacks, history, ``save_params`` and ``load_params`` with the optimizer's state (a run so continued is the
 uninterrupted one, to the bit). One epoch is one step of KSD over the training split, or ``steps_per_epoch`` of them.
+A step takes three sets of the split (``krylov_descent.Subsets``), or all of it in one evaluation where it is small.
 
-Both modes: a step takes three sets of the training split (``krylov_descent.Subsets``), or, where the split is small,
-all of it in one evaluation. 1/K of a small split would be too few samples for the curvature and the search, and
-evaluating all of it at once costs little.
-
-The losses of a step are compared with one another, so the modules are in eval mode while training: dropout is off and
-BatchNorm uses its running statistics, which a warning says. ``weight_decay`` regularises instead. After the step, the
-training split is passed over once more for the ``train_loss`` of the history and for callbacks that score on it: it is
-of the same parameters as the ``valid_loss`` beside it. Learning-rate schedules and gradient clipping do nothing.
+KSD compares the losses of a step, so the modules are in eval mode while training: dropout is off and BatchNorm uses its
+running statistics, which a warning says. ``weight_decay`` regularises instead. The ``train_loss`` of the history is
+that after the steps, of the same parameters as the ``valid_loss`` beside it. Learning-rate schedules and gradient
+clipping do nothing.
 """
 
 from __future__ import annotations
@@ -44,7 +41,8 @@ class KSDNet(NeuralNet):  # type: ignore[misc]
 
     Args:
         module: as for any skorch net.
-        optimizer: ``KSD``; its arguments are ``optimizer__krylov_dim`` and so on. There is no learning rate.
+        optimizer: ``KSD`` or ``GaussNewtonFlow``; arguments are ``optimizer__krylov_dim`` and so on. There is no
+            learning rate.
         batch_size: the most samples in one forward pass; it does not change the steps.
         full_batch: whether a step evaluates the whole training split at once; "auto" for splits of up to 4,000
             samples. False draws three sets at each step.

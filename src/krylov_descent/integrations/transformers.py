@@ -1,15 +1,14 @@
 """Hugging Face: ``KSDTrainer`` for transformers' ``Trainer``, and ``prepare`` for a loop of one's own with Accelerate.
 
 The Trainer's loop, callbacks, logging, evaluation, checkpoints and early stopping are used as they are. One step of the
-Trainer is one step of KSD on sets drawn from the training set, and an epoch, since each step passes over all of it:
-``max_steps`` and ``num_train_epochs`` mean the same. ``per_device_train_batch_size`` is the size of micro-batches; it
-decides memory and speed. A run resumed by ``resume_from_checkpoint`` is bit for bit the uninterrupted one.
+Trainer is one step of KSD on sets drawn from the training set, and an epoch: ``max_steps`` and ``num_train_epochs``
+mean the same. ``per_device_train_batch_size`` is the size of micro-batches; it decides memory and speed. A run resumed
+by ``resume_from_checkpoint`` is bit for bit the uninterrupted one.
 
 - Steps are taken in eval mode, since KSD compares losses: dropout is off.
-- Attention needs no setting: curvature products run PyTorch's math kernel where "sdpa" would choose one that cannot be
-  differentiated twice. Load a model with "flash_attention_2" or the like as ``attn_implementation="sdpa"`` or "eager".
-- ``learning_rate``, its scheduler, ``optim`` and the sampling of batches have no effect. ``weight_decay`` has: it is
-  part of the loss.
+- A model with "flash_attention_2" or the like is loaded as ``attn_implementation="sdpa"`` or "eager" instead.
+- ``learning_rate``, its scheduler, ``optim`` and the sampling of batches have no effect; ``weight_decay`` is part of
+  the loss.
 - transformers computes the loss of causal language models in float32, so that a float64 model gains nothing there.
 - Refused, with what to do instead: gradient accumulation, clipping and checkpointing, mixed precision, NEFTune,
   ``torch_compile``, random masks, several processes.
@@ -18,7 +17,7 @@ decides memory and speed. A run resumed by ``resume_from_checkpoint`` is bit for
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator
@@ -27,21 +26,25 @@ from transformers import Trainer
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from krylov_descent.integrations._modes import evaluating
+from krylov_descent.base import CurvatureOptimizer
+from krylov_descent.integrations._shared import evaluating, numbers
 from krylov_descent.optimizer import KSD
 from krylov_descent.report import StepReport
 from krylov_descent.samples.subsets import Subsets
 
 _IGNORED = -100  # a label that does not count
 
+Method = TypeVar("Method", bound=CurvatureOptimizer)
+
 
 class KSDTrainer(Trainer):
     """``Trainer`` with KSD: the same arguments, and some of ``Subsets``.
 
-    Settings of KSD come by the Trainer's own ``optimizer_cls_and_kwargs=(KSD, {"krylov_dim": 30})``, loss and logits
-    from ``compute_loss``, which may be overridden, or ``compute_loss_func``. What is logged as "loss" is the loss on A
-    before a step. ``train()`` ends by judging the last step, which is undone if it raised the loss, and puts the loss
-    where it ended into its metrics as "settled_loss". Checkpoints are written before that.
+    Settings come by the Trainer's own ``optimizer_cls_and_kwargs=(KSD, {"krylov_dim": 30})``, which may also name
+    ``GaussNewtonFlow``; loss and logits from ``compute_loss``, which may be overridden, or ``compute_loss_func``. What
+    is logged as "loss" is the loss on A before a step. ``train()`` ends by judging the last step, which is undone if it
+    raised the loss, and puts the loss where it ended into its metrics as "settled_loss". Checkpoints are written before
+    that.
 
     Args:
         *args: as for ``Trainer``.
@@ -79,12 +82,12 @@ class KSDTrainer(Trainer):
         **kwargs: Any,
     ) -> None:
         kind, settings = kwargs.get("optimizer_cls_and_kwargs") or (KSD, {})
-        if any(kwargs.get("optimizers", (None, None))) or kind is not KSD:
+        if any(kwargs.get("optimizers", (None, None))) or not issubclass(kind, CurvatureOptimizer):
             raise ValueError(
                 "KSDTrainer makes its optimizer itself. In place of optimizers=... pass the settings of KSD by "
                 "optimizer_cls_and_kwargs=(KSD, {...}); KSD has no learning rate and takes no scheduler."
             )
-        kwargs["optimizer_cls_and_kwargs"] = (_StepsBeforehand, settings)
+        kwargs["optimizer_cls_and_kwargs"] = (type(kind.__name__, (_StepsBeforehand, kind), {}), settings)
         super().__init__(*args, **kwargs)
         _require(self)
         self._fractions: dict[str, Any] = {"fraction": fraction, "gradient_fraction": gradient_fraction}
@@ -159,16 +162,13 @@ class KSDTrainer(Trainer):
         """With the loss, numbers of the last step in place of a learning rate."""
         if "loss" in logs and self._report is not None:
             logs.pop("learning_rate", None)
-            logs["grad_norm"] = self._report.grad_norm
-            logs["search_loss"] = self._report.search_loss_after
-            logs["evaluations"] = self._report.inner_evaluations
-            logs["accepted"] = float(self._report.accepted)
+            logs.update(numbers(self._report))
         super().log(logs, start_time)
 
     @property
-    def _ksd(self) -> KSD:
+    def _ksd(self) -> CurvatureOptimizer:
         made: Any = self.optimizer
-        ksd: KSD = getattr(made, "optimizer", made)  # out of Accelerate's wrapper
+        ksd: CurvatureOptimizer = getattr(made, "optimizer", made)  # out of Accelerate's wrapper
         return ksd
 
     def _evaluated(self, method: Callable[..., Any], inputs: dict[str, Any]) -> Any:
@@ -188,8 +188,8 @@ class KSDTrainer(Trainer):
             return method(closure, inputs["sets"])
 
 
-def prepare(accelerator: Accelerator, optimizer: KSD) -> KSD:
-    """Register KSD with Accelerate, for ``save_state`` and ``load_state``, and return it to step with.
+def prepare(accelerator: Accelerator, optimizer: Method) -> Method:
+    """Register an optimizer with Accelerate, for ``save_state`` and ``load_state``, and return it to step with.
 
     ``accelerator.prepare(optimizer)`` returns a wrapper whose ``step`` takes no sets and returns no report; the state
     is its, the steps are not.
@@ -232,12 +232,12 @@ _SEVERAL_PROCESSES = (
 _PRECISION = "KSD compares losses and needs them in the parameters' precision: leave it out, with a float32 model."
 
 
-class _StepsBeforehand(KSD):
-    """KSD that has stepped already, in ``training_step``, when the Trainer calls ``step()``."""
+class _StepsBeforehand:
+    """An optimizer that has stepped already, in ``training_step``, when the Trainer calls ``step()``."""
 
     def step(self, closure: Any = None, sets: Subsets | None = None) -> Any:
         """A step with a closure; nothing without."""
-        return None if closure is None else super().step(closure, sets)
+        return None if closure is None else super().step(closure, sets)  # type: ignore[misc]
 
 
 class _OneStep:

@@ -1,1 +1,1 @@
-"""Krylov Subspace Descent, the paper's Algorithms 2 and 3: step, subspace, search, acceptance."""
+"""Krylov Subspace Descent, the paper's Algorithms 2 and 3: step, subspace, search."""

@@ -1,8 +1,7 @@
 """Dense BFGS for the search over the subspace: few, costly, perhaps noisy evaluations in 2..100 dimensions.
 
-Why not SciPy's: this one is safe against NaN, stops at the rounding noise of the caller's dtype, is capped in
-evaluations, returns the best point seen, and takes the same path on every rank. SciPy's BFGS is the oracle of
-the tests and no dependency.
+Unlike SciPy's, it is safe against NaN, stops at the rounding noise of the caller's dtype, is capped in evaluations,
+returns the best point seen and takes the same path on every rank. The tests compare it with SciPy's.
 
 Symbols:
     x, f, g     point [n], its value, its gradient [n]
@@ -14,15 +13,15 @@ Symbols:
 Deviations from textbook BFGS (Nocedal & Wright 2006, algorithms 6.1, 3.5 and 3.6; "N&W"):
     1. H starts as I and is not rescaled by yᵀs/yᵀy (N&W 6.20). The caller whitens, so I is the curvature
        already; on whitened slices of autoencoders, rescaling took about twice the evaluations.
-    2. An iteration's first trial is 1 only where the last decrease makes that believable (N&W 3.60). Far from
-       the quadratic model this spares most rejected trials; near the minimum it is 1.
-    3. A step is accepted by the weak Wolfe conditions, or by approximate ones (T2 of Hager & Zhang 2005),
-       which ask for slopes where differences of f drown in rounding. Both keep yᵀs > 0.
-    4. After an overshoot that grows faster than a quadratic, a power law is interpolated and not a cubic: of
-       a quartic, the cubic keeps a third of the step; the power law finds a thousandth at once.
-    5. A trial whose value or gradient is not finite is too far: the search goes back, and never returns it.
-    6. It ends by predicted decrease relative to |f|, and by the noise of f; no norm of g, which has no scale.
-    7. A failed search, or a direction that is not downhill, sets H back to I; a second failure ends the run.
+    2. The first trial of an iteration is at most 1, and less if the last decrease suggests so (N&W 3.60). This
+       avoids most rejected trials far from the quadratic model; near the minimum the trial is 1.
+    3. A step is accepted by the weak Wolfe conditions, or by approximate ones (T2 of Hager & Zhang 2005), which
+       use slopes where differences of f are lost in rounding. Both keep yᵀs > 0.
+    4. After an overshoot that grows faster than a quadratic, a power law is interpolated instead of a cubic: on
+       a quartic, the cubic shortens the step to a third; the power law finds a thousandth at once.
+    5. A trial whose value or gradient is not finite counts as too far, and is never returned.
+    6. The tests for the end are the predicted decrease relative to |f| and the noise of f; ‖g‖ has no scale.
+    7. A failed line search, or a direction of ascent, resets H to I; a second failure ends the minimisation.
 """
 
 from __future__ import annotations
@@ -38,27 +37,27 @@ from torch import Tensor
 from krylov_descent.report import StopReason
 
 _C1, _C2 = 1e-4, 0.9  # sufficient decrease and curvature: N&W section 3.1, their values for quasi-Newton
-_EXPANSION = 10.0  # most that a trial exceeds the last by: Moré & Thuente's 4, raised to leave saddles sooner
-_RETREAT = 0.1  # fraction of the way to a trial that was not finite: how far is too far is not known
-SHRINK = 1e-4  # least first trial, and least part of the first bracket: Rosenbrock from its start takes 1e-3
-_INSIDE, _OUTSIDE = 0.05, 0.9  # later trials keep this far from either end of their bracket
-_PROGRESS = 0.66  # a bracket shrinks so much in two trials or is bisected: Moré & Thuente 1994
-_TRIALS = 20  # per search, once it is bracketed: N&W section 3.5 say ten, but retreats from NaN count here
+_EXPANSION = 10.0  # largest ratio of successive trials: Moré & Thuente's 4, raised to leave saddles sooner
+_RETREAT = 0.1  # next trial as a fraction of the way to one that was not finite
+SHRINK = 1e-4  # least first trial, and least fraction of the first bracket: Rosenbrock from its start takes 1e-3
+_INSIDE, _OUTSIDE = 0.05, 0.9  # bounds of later trials, as fractions of their bracket
+_PROGRESS = 0.66  # a bracket that shrinks by less in two trials is bisected: Moré & Thuente 1994
+_TRIALS = 20  # per search, once bracketed: N&W section 3.5 say ten, but retreats from NaN count here
 
 
 class Lines(Protocol):
-    """f along lines: a trial costs a value and a slope; the gradient, which may cost more, is for accepted trials."""
+    """f along lines: each trial yields value and slope; the costlier gradient is asked for at accepted trials only."""
 
     def begin(self, x: Tensor, p: Tensor) -> None:
-        """A line from x along p; x is where the last line began, or the point of its last trial."""
+        """Begin a line from x along p; x is the origin or the last trial of the line before."""
         ...
 
     def at(self, alpha: float) -> tuple[float, float]:
-        """φ(alpha) = f(x + alpha p) and its derivative."""
+        """Return φ(alpha) = f(x + alpha p) and its derivative."""
         ...
 
     def gradient(self) -> Tensor:
-        """g [n] at the last trial."""
+        """Return g [n] at the last trial."""
         ...
 
 
@@ -72,7 +71,7 @@ class Point(NamedTuple):
 
 
 class Phi:
-    """φ along one line after the other: counts trials, keeps the best point, answers None where it is not finite."""
+    """Evaluates φ on successive lines, counts trials and keeps the best point."""
 
     def __init__(self, lines: Lines, x: Tensor, f: float, cap: int) -> None:
         self.lines, self.cap, self.x, self.f = lines, cap, x, f
@@ -81,11 +80,11 @@ class Phi:
 
     @property
     def spent(self) -> bool:
-        """Whether the cap is met."""
+        """Whether the cap on evaluations is reached."""
         return self.calls >= self.cap
 
     def __call__(self, x: Tensor, alpha: float) -> Point | None:
-        """The trial at x = start + alpha p."""
+        """Return the trial at x = start + alpha p; None if it is not finite."""
         self.calls += 1
         f, slope = self.lines.at(alpha)
         if not (math.isfinite(f) and math.isfinite(slope)):
@@ -98,7 +97,7 @@ class Phi:
         return Point(alpha, f, slope, x)
 
     def gradient(self) -> Tensor | None:
-        """At the last trial, if it is finite."""
+        """Return the gradient at the last trial; None if it is not finite."""
         g = self.lines.gradient()
         if bool(g.isfinite().all()):
             return g
@@ -108,14 +107,14 @@ class Phi:
 
 
 def _minimiser(a: Point, b: Point, noise: float) -> float:
-    """Where a model through both points has its minimum, of a's side if b overshot; NaN if nowhere."""
+    """Return the minimiser of a model through both points, on a's side if b overshot; NaN if there is none."""
     width = b.alpha - a.alpha
     bend = (b.slope - a.slope) * width
     excess = b.f - a.f - a.slope * width
     if b.f > a.f and a.slope * width < 0 and bend > 2 * excess > 0:
         # f(a) + slope t + q t^k with k = bend / excess > 2; at k = 2 it would be the secant.
         return a.alpha + width * math.pow(-a.slope * width / bend, 1 / (bend / excess - 1))
-    if abs(b.f - a.f) <= noise:  # the cubic would fit the rounding of f; the secant needs slopes only
+    if abs(b.f - a.f) <= noise:  # a cubic would fit the rounding of f; the secant uses slopes only
         return a.alpha - a.slope * width * width / bend if bend != 0 else math.nan
     d1 = a.slope + b.slope - 3 * (b.f - a.f) / width  # the cubic of N&W 3.59
     square = d1 * d1 - a.slope * b.slope
@@ -127,15 +126,15 @@ def _minimiser(a: Point, b: Point, noise: float) -> float:
 
 
 def line_search(phi: Phi, start: Point, p: Tensor, alpha: float, noise: float) -> tuple[Point, Tensor] | None:
-    """Find an accepted point along p and its gradient, or failing that one measurably below the start, or None.
+    """Return an accepted point along p, or else one measurably below the start, with its gradient; or None.
 
-    ``low`` is the better end of the bracket, its slope falling to where the minimum is; ``high`` is the other
-    end; ``wall`` the nearest step beyond ``low`` that was not finite; ``noise`` is absolute here.
+    ``low`` is the better end of the bracket, with its slope towards the minimum; ``high`` is the other end;
+    ``wall`` is the nearest step beyond ``low`` that was not finite; ``noise`` is absolute here.
     """
     low, high, wall, trials = start, None, math.inf, 0
     widths = [math.inf, math.inf]
     phi.lines.begin(start.x, p)
-    last = math.nan  # the trial of which the gradient can be had
+    last = math.nan  # the last trial, whose gradient is available
     while not phi.spent and (trials < _TRIALS or (high is None and wall == math.inf)):
         trials += 1
         x, before = start.x + alpha * p, low
@@ -157,36 +156,36 @@ def line_search(phi: Phi, start: Point, p: Tensor, alpha: float, noise: float) -
                 high = point
             else:
                 low, high = point, low if point.slope * (alpha - low.alpha) >= 0 else high
-        if high is None and wall == math.inf:  # still falling steeply: go outward, fast if the slope steepens
+        if high is None and wall == math.inf:  # f still falls steeply: extrapolate, fast if the slope steepens
             model, far = _minimiser(before, low, noise), _EXPANSION * low.alpha
             alpha = min(max(model, 2 * low.alpha), far) if model > low.alpha else far
             continue
         width = (wall if high is None else high.alpha) - low.alpha
         if abs(width) * -start.slope <= 0.1 * noise or abs(width) <= 1e-12 * max(low.alpha, alpha):
-            break  # no point of this bracket can be told from its ends
+            break  # the bracket is below the resolution of f or x
         if high is None:
             alpha = low.alpha + (_RETREAT if point is None else 0.5) * width
             continue
         t = (_minimiser(low, high, noise) - low.alpha) / width
         if math.isnan(t) or abs(width) > _PROGRESS * widths[-2]:
-            # The ends may be decades apart, so their middle is the geometric mean where there is one.
+            # The ends may be decades apart, so the bracket is bisected at their geometric mean if it exists.
             t = (math.sqrt(low.alpha * high.alpha) - low.alpha) / width if low.alpha * high.alpha > 0 else 0.5
         widths.append(abs(width))
         alpha = low.alpha + min(max(t, SHRINK if low is start else _INSIDE), _OUTSIDE) * width
     if not low.f < start.f - noise:
         return None
     if low.alpha != last and (phi.spent or phi(low.x, low.alpha) is None):
-        return None  # the best point is remembered
+        return None  # phi remembers the best point
     g = phi.gradient()
     return None if g is None else (low, g)
 
 
-_PATIENCE = 4  # iterations without a decrease above the noise: at 2, slow problems end 50 noise levels high
+_PATIENCE = 4  # iterations without a decrease above the noise; with 2, slow problems end 50 noise levels too high
 
 
 @dataclasses.dataclass(frozen=True)
 class BFGSResult:
-    """The outcome of `bfgs`: the best point seen, what it cost and why the search ended."""
+    """The outcome of `bfgs`: the best point seen, its cost and the reason for the end."""
 
     x: Tensor
     f: float
@@ -223,7 +222,7 @@ def bfgs(
     noise: float,
     start: tuple[float, Tensor] | None = None,
 ) -> BFGSResult:
-    """Minimise ``fun`` from ``x0``; the letters are those of the module.
+    """Minimise ``fun`` from ``x0``.
 
     Args:
         fun: x -> (f, g), with g float64 [n]. It is never called more than ``max_evaluations`` times.
@@ -231,8 +230,8 @@ def bfgs(
         max_iterations: Cap on accepted steps.
         max_evaluations: Cap on calls of ``fun``.
         tolerance: CONVERGED when the quadratic model predicts a decrease ½ gᵀHg of at most tolerance·|f|.
-        noise: Relative rounding error of f, a few eps of the dtype it is computed in. NOISE when not even the
-            flattest curvature met so far could yield noise·|f|, or when iterations go by without yielding it.
+        noise: Relative rounding error of f, a few eps of the dtype it is computed in. NOISE when even the least
+            curvature met so far predicts a decrease below noise·|f|, or when several iterations yield less.
         start: ``fun(x0)``, if it is known already.
 
     Returns:
@@ -271,7 +270,7 @@ def bfgs_on_lines(
     tolerance: float,
     noise: float,
 ) -> BFGSResult:
-    """As ``bfgs``, of a function that is known along lines, and at ``x0`` by ``start``."""
+    """Minimise a function given along lines, as ``bfgs`` does; ``start`` holds f and g at ``x0``."""
     x0 = x0.detach().to(torch.float64, copy=True)
     g = start[1].detach().to(torch.float64, copy=True)
     identity, phi = (
@@ -282,10 +281,10 @@ def bfgs_on_lines(
         return BFGSResult(x0, float(start[0]), 0, 0, StopReason.NON_FINITE)
     here = Point(0.0, float(start[0]), 0.0, x0)
     H, fresh = identity, True  # fresh: H is I
-    modelled = True  # the last step met positive curvature, so that H says something of what lies ahead
+    modelled = True  # the last step met positive curvature, so that H is trusted
     flattest = 0.0  # the greatest sᵀs / sᵀy met: the inverse of the least curvature
     reference, idle = here.f, 0  # the value at the last measurable decrease, and the iterations since
-    decrease, iterations = math.inf, 0  # what the last step gained, and the steps so far
+    decrease, iterations = math.inf, 0  # of the last step, and accepted steps so far
     while True:
         p = -(H @ g)
         slope = float(g @ p)

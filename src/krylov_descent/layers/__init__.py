@@ -1,1 +1,1 @@
-"""Layers of a model: their calls, rules for per-sample gradients, and what verifies a rule."""
+"""Layers of a model: their calls, rules for per-sample gradients, and the verification of rules."""

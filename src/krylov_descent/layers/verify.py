@@ -1,4 +1,7 @@
-"""Which layer rules may be trusted: put to the test once by a signed pull-back, watched ever after by the gradient.
+"""Verification of rules: every rule is compared with autograd before it is used, and again on a schedule.
+
+A rule replaces backward passes: for squares of per-sample gradients (preconditioners/fisher.py), factors of a layer
+(preconditioners/statistics.py), rows of a Jacobian (flow/jacobian_rows.py). ``Trust`` keeps the comparisons' verdicts.
 
 Letters as in layers/rules.py: δ = ∂loss/∂(output) of a layer's call, G the gradient of a parameter (or a signed sum of
 per-sample gradients), u and v random.
@@ -6,86 +9,61 @@ per-sample gradients), u and v random.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook
+from torch import Tensor
 
-from krylov_descent.distributed.sharded import is_sharded
-from krylov_descent.layers.rules import Layer, discrepancy, fits, has_rule, layer_of
+from krylov_descent.layers.rules import Layer, discrepancy
+
+COARSE = 5e-4  # ε from which rounding hides the errors that a comparison should find
 
 
-class Verdict:
-    """Which rules attribute rows to the right samples; found out once for each parameter, at some cost, and kept.
+def due(n: int) -> bool:
+    """Whether rules are compared at the n-th occasion: at 1, 4, 16 and every 64th.
+
+    A change of the closure's path, which is rare, is noticed after at most 64 occasions.
+    """
+    return n in (1, 4, 16) or n % 64 == 0
+
+
+def tolerance(eps: float) -> float:
+    """Return the allowed error of a sum of products, relative to its terms; deep autoencoders reach 20 ε."""
+    return min(0.1, 1000 * eps)
+
+
+class Found(NamedTuple):
+    """The verdicts of a comparison, by index; an undecided rule is in neither set."""
+
+    confirmed: set[int]
+    refuted: set[int]
+
+
+class Trust:
+    """The verdicts on rules, by the index of a parameter or an output; a rule in neither set is unjudged.
 
     Attributes:
-        judged: the parameters (by index) whose rule was put to the test.
-        trusted: those of them that passed.
+        trusted: rules that were confirmed and never refuted.
+        refuted: rules that were ever refuted.
     """
 
     def __init__(self) -> None:
-        self.judged: set[int] = set()
         self.trusted: set[int] = set()
+        self.refuted: set[int] = set()
 
+    def learn(self, found: Found) -> None:
+        """Add the verdicts of a comparison."""
+        self.refuted |= found.refuted
+        self.trusted = (self.trusted | found.confirmed) - self.refuted
 
-class Call:
-    """One recorded call of a module that may have a rule.
-
-    Attributes:
-        output: the tensor whose gradient δ is.
-        indices: is it the weight? → the index of the parameter.
-    """
-
-    def __init__(self, module: nn.Module, a: Tensor, output: Tensor, indices: Mapping[bool, int]) -> None:
-        self._module, self._a = module, a
-        self.output, self.indices = output, indices
-
-    def fits(self, samples: int) -> bool:
-        """Whether the shapes are those of a layer with a rule."""
-        return fits(self._module, self._a, self.output, samples)
-
-    def layer(self, delta: Tensor, dtype: torch.dtype, scale: float) -> Layer:
-        """The layer with its δ, where the shapes fit."""
-        return layer_of(self._module, self._a.detach().to(dtype), delta.to(dtype), scale)
-
-
-@contextmanager
-def recorded_calls(index: Mapping[int, int]) -> Iterator[list[Call]]:
-    """The calls inside of modules with a rule that own parameters in ``index`` (id → position).
-
-    KSD is given parameters, not a model, so a global hook finds the modules. A module called several times is left out:
-    the square of a sum is known to no single call.
-    """
-    seen: list[tuple[nn.Module, Tensor, Tensor]] = []
-    calls: list[Call] = []
-
-    def hook(module: nn.Module, args: Any, output: Any) -> None:
-        own = [p for p in module._parameters.values() if p is not None]
-        # Rules are for layers whose parameters are all here; those of others take the probe.
-        owns = any(id(p) in index for p in own) and not any(map(is_sharded, own))
-        if owns and has_rule(module) and all(isinstance(x, Tensor) for x in (*args, output)) and len(args) == 1:
-            seen.append((module, args[0], output))
-
-    handle = register_module_forward_hook(hook)
-    try:
-        yield calls
-    finally:
-        handle.remove()
-    times = Counter(id(module) for module, _, _ in seen)
-    for module, a, output in seen:
-        if times[id(module)] == 1 and output.requires_grad:
-            positions = {name: index.get(id(module._parameters.get(name))) for name in ("bias", "weight")}
-            calls.append(
-                Call(module, a, output, {name == "weight": i for name, i in positions.items() if i is not None})
-            )
+    def judged(self, indices: Iterable[int]) -> bool:
+        """Whether none of these is unjudged."""
+        return (self.trusted | self.refuted).issuperset(indices)
 
 
 class Witness:
-    """What a layer's δ says of uᵀGv, to be compared with G itself."""
+    """The value of uᵀGv by a layer's rule, to be compared with G itself."""
 
     def __init__(self, layer: Layer, indices: Mapping[bool, int], random: Callable[[int], Tensor]) -> None:
         self._indices = indices
@@ -93,28 +71,26 @@ class Witness:
         self._along = layer.along(self._u, self._v)
 
     def compare(self, G: Mapping[int, Tensor], s: Tensor | None) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """(index, error, scale of rounding) of each parameter that is in G; s are the signs of the samples in it."""
+        """Yield (index, error, scale of rounding) of each parameter in G; s are the signs of the samples in G."""
         for is_weight, i in self._indices.items():
             if i in G:
                 v = self._v if is_weight else None
                 yield i, *discrepancy(self._along[is_weight], G[i].to(self._u.dtype), s, self._u, v)
 
 
-def right_and_wrong(
-    witnesses: Sequence[Witness], G: Mapping[int, Tensor], s: Tensor | None, tolerance: float
-) -> tuple[set[int], set[int]]:
-    """The parameters whose rules reproduce G, and those whose do not; neither where all is zero and nothing is told."""
-    compared = [entry for witness in witnesses for entry in witness.compare(G, s)]
-    if not compared:
-        return set(), set()
-    indices = [i for i, _, _ in compared]
-    error = torch.stack([e for _, e, _ in compared]).abs()
-    size = torch.stack([size for _, _, size in compared])
-    # After an overflow none agrees, and before a layer of zeros, as many are at first, any does.
+def compared(errors: Iterable[tuple[int, Tensor, Tensor]], relative: float) -> Found:
+    """Return the verdicts from (index, error, scale of rounding) and the tolerance relative to that scale."""
+    errors = list(errors)
+    if not errors:
+        return Found(set(), set())
+    error = torch.stack([e for _, e, _ in errors]).abs()
+    size = torch.stack([size for _, _, size in errors])
+    # Overflows and zeros decide nothing: any rule agrees in front of a layer of zeros, a common initialisation.
     finite = error.isfinite() & size.isfinite()
-    agrees = error <= tolerance * size
+    agrees = error <= relative * size
     right, wrong = (finite & agrees & (size > 0)).tolist(), (finite & ~agrees).tolist()
-    return (
+    indices = [i for i, _, _ in errors]
+    return Found(
         {i for i, is_right in zip(indices, right, strict=True) if is_right},
         {i for i, is_wrong in zip(indices, wrong, strict=True) if is_wrong},
     )

@@ -1,4 +1,4 @@
-"""What a user's closure returns, read and checked: the loss, what it is convex in, and its weight."""
+"""Checks of the closure's values: the loss, the model outputs it was computed from, and its weight."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from krylov_descent.samples.subsets import Microbatch
 BatchClosure = Callable[[Any], Any]
 
 _REMEDY = (
-    "Return the mean loss and what it is convex in, and leave differentiation to the optimizer: "
+    "Return the mean loss and the outputs it was computed from, and leave differentiation to the optimizer: "
     "`return torch.nn.functional.cross_entropy(logits, y), logits`."
 )
 
@@ -28,13 +28,13 @@ class Evaluation:
     """One call of the closure on one micro-batch.
 
     Attributes:
-        loss: 0-d, the mean over the micro-batch.
-        outputs: what the loss is convex in; empty when the closure returned the loss alone.
-        weight: of this mean in the mean over a set: the sample count, unless the closure gave its own.
+        loss: the mean over the micro-batch, 0-d.
+        outputs: the model outputs in which the loss is convex; empty if the closure returned the loss alone.
+        weight: the weight of this mean in the mean over a set: the sample count, unless the closure gave its own.
         samples: the number of samples.
-        aligned: row i of every output belongs to sample i (with sets); otherwise each row of each output
+        aligned: whether row i of every output belongs to sample i (with sets); otherwise each row of each output
             is a sample of its own.
-        position: of its first sample in the set.
+        position: the position of the first sample in the set.
     """
 
     loss: Tensor
@@ -46,13 +46,12 @@ class Evaluation:
 
 
 def evaluate(closure: BatchClosure, batch: Microbatch) -> Evaluation:
-    """Call the closure and read what it returned.
+    """Call the closure and read its values.
 
     Raises:
-        ValueError: the closure returned something else than ``loss``, ``(loss, outputs)`` or
-            ``(loss, outputs, weight)``.
+        ValueError: they are not ``loss``, ``(loss, outputs)`` or ``(loss, outputs, weight)``.
     """
-    # An autocast inside the closure keeps casts of the weights while any autocast is around, even a disabled one.
+    # An autocast inside the closure keeps casts of the weights while any outer autocast, even a disabled one, lasts.
     torch.clear_autocast_cache()
     result = closure(batch.data)
     returned = result if isinstance(result, tuple) else (result,)
@@ -75,7 +74,7 @@ def evaluate(closure: BatchClosure, batch: Microbatch) -> Evaluation:
 
 
 def require_outputs(evaluation: Evaluation, why: str) -> None:
-    """Refuse outputs from which no Gauss–Newton product or per-sample gradient can be made.
+    """Refuse outputs that allow no Gauss–Newton product or per-sample gradient.
 
     Raises:
         ValueError: no outputs, outputs outside the loss's graph, or one computed from another.
@@ -83,17 +82,17 @@ def require_outputs(evaluation: Evaluation, why: str) -> None:
     if not evaluation.outputs:
         raise ValueError(
             f"{why} needs the model's outputs, and the closure returned only the loss. {_REMEDY} "
-            "Or choose basis='krylov' with curvature='hessian', which needs the loss alone."
+            "Or use KSD with curvature='hessian', which needs the loss alone."
         )
     require_attached(evaluation)
     _refuse_dependent(evaluation.outputs)
 
 
 def require_attached(evaluation: Evaluation) -> None:
-    """Every output must depend on the parameters.
+    """Require that every output depends on the parameters.
 
     Raises:
-        ValueError: one does not.
+        ValueError: an output does not.
     """
     for i, z in enumerate(evaluation.outputs):
         if not z.requires_grad:
@@ -104,7 +103,7 @@ def require_attached(evaluation: Evaluation) -> None:
 
 
 def require_rows(evaluation: Evaluation) -> None:
-    """With sets, dimension 0 of every output must count the samples of the micro-batch.
+    """Require, with sets, that dimension 0 of every output counts the samples of the micro-batch.
 
     Raises:
         ValueError: an output has another number of rows.
@@ -120,7 +119,7 @@ def require_rows(evaluation: Evaluation) -> None:
 
 
 def misses_graph(error: RuntimeError) -> bool:
-    """Whether torch said that there is no graph to differentiate; what the closure raised itself is its own affair."""
+    """Whether torch, and not the closure itself, raised an error about a missing graph."""
     at = error.__traceback__
     while at is not None and at.tb_next is not None:
         at = at.tb_next
@@ -128,10 +127,10 @@ def misses_graph(error: RuntimeError) -> bool:
 
 
 def require_graph(evaluation: Evaluation) -> None:
-    """The loss must be differentiable with respect to the parameters.
+    """Require that the loss depends on the parameters.
 
     Raises:
-        ValueError: it is not.
+        ValueError: it does not.
     """
     if not evaluation.loss.requires_grad:
         raise ValueError(
@@ -155,10 +154,10 @@ def require_dense(gradients: Sequence[Tensor | None]) -> None:
 
 
 def require_weight(W: float) -> None:
-    """The weights of a sample set must not all be zero.
+    """Require a positive total weight of a sample set.
 
     Raises:
-        ValueError: they are.
+        ValueError: all weights are zero.
     """
     if W <= 0:
         raise ValueError(
@@ -168,14 +167,14 @@ def require_weight(W: float) -> None:
 
 
 class BackwardWatch:
-    """Notices a closure that calls ``loss.backward()``, as closures for torch.optim.LBFGS do."""
+    """Detects a closure that calls ``loss.backward()``, as closures for torch.optim.LBFGS do."""
 
     def __init__(self, params: Sequence[Tensor]) -> None:
         self._params = params
         self._before = [_grad_stamp(p) for p in params]
 
     def check(self) -> None:
-        """Raise if a ``.grad`` was written since this object was made.
+        """Check that no ``.grad`` was written since this object was created.
 
         Raises:
             ValueError: a ``.grad`` was written.
@@ -225,7 +224,7 @@ def _read_weight(weight: Any) -> float:
 
 
 def _refuse_dependent(outputs: tuple[Tensor, ...]) -> None:
-    """Outputs of which one is computed from another would be counted twice in JᵀH_L J."""
+    """Refuse an output that is computed from another: JᵀH_L J would count it twice."""
     if len(outputs) < 2:
         return
     edges = {(edge.node, edge.output_nr): i for i, edge in enumerate(map(get_gradient_edge, outputs))}
@@ -260,12 +259,12 @@ def _describe(x: Any) -> str:
 
 
 def row_scaled(z: Tensor, s: Tensor) -> Tensor:
-    """Row i of z times s[i]; a 0-d z is one row."""
+    """Return row i of z times s[i]; a 0-d z is one row."""
     return z * s.reshape(z.shape[:1] + (1,) * (z.ndim - 1)) if z.ndim else z * s[0]
 
 
 def row_dots(x: Tensor, y: Tensor) -> Tensor:
-    """[rows]: the inner product of row i of x with row i of y."""
+    """Return the inner products [rows] of row i of x with row i of y."""
     product = x * y
     if product.ndim < 2:
         return product.reshape(-1)
@@ -273,7 +272,7 @@ def row_dots(x: Tensor, y: Tensor) -> Tensor:
 
 
 def no_inference_mode() -> None:
-    """Refuse to run where autograd records nothing.
+    """Refuse to run in inference mode, where autograd records nothing.
 
     Raises:
         ValueError: called inside ``torch.inference_mode``.
@@ -284,7 +283,7 @@ def no_inference_mode() -> None:
 
 @contextmanager
 def same_path_as_with_gradients() -> Iterator[None]:
-    """Keep nn.TransformerEncoder's inference-only kernels out of passes that are compared with others."""
+    """Disable nn.TransformerEncoder's inference-only kernels, so that losses are comparable between passes."""
     enabled = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:

@@ -1,6 +1,6 @@
-"""The check before the first step: a mean over samples, the same at every call, that leaves buffers alone.
+"""The check before the first step: the loss is a mean over samples, the same at every call, and changes no buffers.
 
-A closure that is not makes every product and every comparison of losses silently wrong, so it is refused.
+Any other closure is refused, as it makes every product and every comparison of losses silently wrong.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from krylov_descent.distributed import together
+from krylov_descent.distributed import run_on_all
 from krylov_descent.objective.closure import Evaluation, require_dense, require_outputs
 from krylov_descent.objective.objective import FORWARD, PROBE, Objective
-from krylov_descent.samples.subsets import Microbatch, StepSets
+from krylov_descent.samples.interface import Microbatch, StepSets
 from krylov_descent.vectors.sums import WeightedSum
 
 Name = Callable[[nn.Module, str], str]
-"""A module and a suffix (".running_mean", or none) → what a message calls it."""
+"""A module and a suffix (".running_mean", or none) → its name in messages."""
 
 
 def kind(module: nn.Module, suffix: str = "") -> str:
-    """A module by its class: KSD is given parameters, and knows no paths."""
+    """Return the class name of a module: KSD is given parameters, and knows no module paths."""
     return f"{type(module).__name__}{suffix}"
 
 
 @dataclass(frozen=True)
 class Inconsistency:
-    """Something that makes losses of a step incomparable."""
+    """A property of the closure that makes losses of a step incomparable."""
 
     what: Literal["wrapper", "buffers", "random", "mean"]
     detail: str
@@ -43,15 +43,15 @@ class Inconsistency:
         return f"{self.detail} {self.remedy}"
 
 
-class Seen:
-    """The modules that ran, and their buffers as they were before."""
+class ModuleLog:
+    """The modules that ran, and copies of their buffers from before."""
 
     def __init__(self) -> None:
         self.modules: dict[int, nn.Module] = {}
         self.buffers: list[tuple[nn.Module, str, Tensor, Tensor]] = []
 
     def note(self, module: nn.Module, args: object) -> None:
-        """A module is about to run."""
+        """Record a module that is about to run."""
         if id(module) not in self.modules:
             self.modules[id(module)] = module
             for name, buffer in module._buffers.items():
@@ -59,7 +59,7 @@ class Seen:
                     self.buffers.append((module, name, buffer, buffer.detach().clone()))
 
     def moved(self, name: Name = kind, *, put_back: bool = True) -> list[str]:
-        """Which buffers changed; all are put back, unless told otherwise."""
+        """Return the names of changed buffers, and restore them if ``put_back``."""
         names = []
         for module, key, buffer, before in self.buffers:
             if module._buffers.get(key) is not buffer or not same_bits(buffer, before):
@@ -71,16 +71,16 @@ class Seen:
         return sorted(set(names))
 
     def training(self, kinds: tuple[type[nn.Module], ...], name: Name = kind) -> list[str]:
-        """Names of the modules of these kinds that ran in train mode."""
+        """Return the names of the modules of these kinds that ran in train mode."""
         return sorted({name(m, "") for m in self.modules.values() if isinstance(m, kinds) and m.training})
 
     def dropping(self, name: Name = kind) -> list[str]:
-        """Names of the modules that ran in train mode and drop something."""
+        """Return the names of the modules that ran with active dropout."""
         return sorted({name(m, "") for m in self.modules.values() if m.training and _dropout(m) > 0})
 
 
 def same_bits(x: Tensor, y: Tensor) -> bool:
-    """Equal bits, as far as a comparison tells: NaN equals NaN."""
+    """Whether all entries are equal; NaN equals NaN."""
     return bool(((x == y) | ((x != x) & (y != y))).all())
 
 
@@ -88,7 +88,7 @@ _DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropou
 
 
 def _dropout(module: nn.Module) -> float:
-    """The probability with which a module drops its values in train mode."""
+    """Return the dropout probability of a module in train mode."""
     if isinstance(module, _DROPOUT):
         return module.p
     if isinstance(module, nn.RNNBase):
@@ -100,19 +100,19 @@ def check_consistency(objective: Objective, draw: StepSets, *, curvature_of_outp
     """Compare a small batch with itself and with its two halves.
 
     Args:
-        objective: with the closure to check.
+        objective: the objective with the closure to check.
         draw: the sets of the first step.
-        curvature_of_outputs: whether only what passes through the outputs will have curvature (Gauss–Newton,
-            Fisher): then warn about the part of the gradient that does not.
+        curvature_of_outputs: whether curvature passes through the outputs alone (Gauss–Newton, Fisher): then warn
+            about the part of the gradient that does not.
 
     Raises:
-        ValueError: naming the likely cause and the remedy.
+        ValueError: the closure is inconsistent; the message names the likely cause and the remedy.
     """
-    together(objective.comm, lambda: _check(objective, draw, curvature_of_outputs))
+    run_on_all(objective.comm, lambda: _check(objective, draw, curvature_of_outputs))
 
 
 def _check(objective: Objective, draw: StepSets, curvature_of_outputs: bool) -> None:
-    # All ranks look at the same samples.
+    # All ranks check the same samples.
     probe = draw.probe
     batch = next(iter(draw.a), None) if probe is None else probe[0]
     if batch is None:
@@ -128,12 +128,12 @@ def _check(objective: Objective, draw: StepSets, curvature_of_outputs: bool) -> 
 
 
 def steady(evaluate: Callable[[], Evaluation]) -> Evaluation:
-    """The first evaluation of a later step: modes may have been switched since the first.
+    """Check the first evaluation of a later step, as train or eval mode may have been switched, and return it.
 
-    Only an evaluation that moves a buffer or the generator is taken again, to tell a cache from a layer in train mode.
+    An evaluation that changes a buffer or the generator is repeated, to tell a cache from a layer in train mode.
 
     Raises:
-        ValueError: as before the first step.
+        ValueError: the closure is inconsistent.
     """
     generator = torch.get_rng_state()
     with watching() as seen:
@@ -152,19 +152,19 @@ def inconsistencies(
     objective: Objective,
     first: Evaluation,
     again: float,
-    seen: Seen,
+    seen: ModuleLog,
     halves: tuple[Microbatch, ...] | None,
     name: Name = kind,
 ) -> Iterator[Inconsistency]:
-    """What is wrong with a closure, the gravest first; halves are evaluated only if they are asked for.
+    """Yield the inconsistencies of a closure, the gravest first; halves are evaluated last.
 
     Args:
-        objective: with the closure.
+        objective: the objective with the closure.
         first: an evaluation of a small batch.
         again: the loss of the same batch at a second call.
-        seen: the modules that ran in both; buffers that they moved are put back.
-        halves: of that batch; None where there are none.
-        name: what to call modules.
+        seen: the modules that ran in both; buffers that they changed are restored.
+        halves: the two halves of that batch, or None.
+        name: the function that names modules.
     """
     wrapped = [m for m in seen.modules.values() if isinstance(m, nn.parallel.DistributedDataParallel)]
     if wrapped:
@@ -183,13 +183,13 @@ def inconsistencies(
     random = tuple(_random(whole, again, first, seen, name))
     yield from random
     if random or not math.isfinite(whole):
-        return  # halves would tell the same; the pass over A reports what is not finite
+        return  # halves would add nothing; the pass over A reports losses that are not finite
     if halves is None:
         return
     parts = [_value(objective, half) for half in halves]
     weight = sum(w for _, w in parts)
     mean = sum(w * f for f, w in parts if w > 0) / weight if weight > 0 else math.nan
-    # Other sums, so with other rounding; what is looked for is far larger.
+    # Rounding differs between these sums; a real discrepancy is far larger.
     tolerance = math.sqrt(eps) * max(abs(f) for f in (whole, *(f for f, w in parts if w > 0)))
     if abs(whole - mean) <= tolerance:
         return
@@ -224,12 +224,12 @@ def _moving(moved: Sequence[str]) -> Iterator[Inconsistency]:
         )
 
 
-def _random(loss: float, again: float, evaluation: Evaluation, seen: Seen, name: Name) -> Iterator[Inconsistency]:
-    # The same sums in the same order: what may differ is the order of atomic additions on a GPU.
+def _random(loss: float, again: float, evaluation: Evaluation, seen: ModuleLog, name: Name) -> Iterator[Inconsistency]:
+    # The same sums in the same order, except for atomic additions on a GPU.
     differs = math.isfinite(loss) != math.isfinite(again)
     differs |= abs(loss - again) > 64 * torch.finfo(evaluation.loss.dtype).eps * abs(loss)
     dropout = seen.dropping(name)
-    if differs or dropout:  # which on few values may drop the same twice
+    if differs or dropout:  # dropout of few values may by chance be the same twice
         cause = f" Dropout is active in {', '.join(dropout)}: call model.eval(), or set p = 0." if dropout else ""
         yield Inconsistency(
             "random",
@@ -247,7 +247,7 @@ def _warn_of_bypass(objective: Objective, evaluation: Evaluation) -> None:
 
 
 def bypass(objective: Objective, evaluation: Evaluation) -> float:
-    """The part of ∂loss/∂θ, by norm, that is not in Jᵀ ∂loss/∂z, which the outputs z carry; 0 if it is rounding."""
+    """Return the part of ∂loss/∂θ, by norm, outside of Jᵀ ∂loss/∂z of the outputs z; 0 if it is rounding."""
     loss, outputs, params = evaluation.loss, evaluation.outputs, objective.parameters.params
     require_outputs(evaluation, "This curvature ('ggn' or 'fisher')")
     both = torch.autograd.grad(loss, (*params, *outputs), retain_graph=True, allow_unused=True)
@@ -268,7 +268,7 @@ def bypass(objective: Objective, evaluation: Evaluation) -> float:
 
 
 def bypass_text(part: float) -> str:
-    """What to say of it."""
+    """Return the warning about this part of the gradient."""
     return (
         f"{part:.0%} of the gradient (by norm) does not pass through the outputs that the closure "
         "returned, so that part of the loss has no curvature in the subspace. If a term of the loss was forgotten, "
@@ -282,9 +282,9 @@ def _value(objective: Objective, batch: Microbatch) -> tuple[float, float]:
 
 
 @contextmanager
-def watching() -> Iterator[Seen]:
-    """Note the modules that run inside."""
-    seen = Seen()
+def watching() -> Iterator[ModuleLog]:
+    """Record the modules that run inside; restore their buffers after an error."""
+    seen = ModuleLog()
     handle = register_module_forward_pre_hook(seen.note)
     try:
         yield seen

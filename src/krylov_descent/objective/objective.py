@@ -1,8 +1,8 @@
 """The objective on a set of samples: closure + parameters → f, ∇f and the graph of a micro-batch.
 
 Letters: f(θ) = Σ_b w_b ℓ_b(θ) / W + ½ Σ c‖θ‖² over micro-batches b with mean loss ℓ_b, weight w_b and W = Σ w_b.
-All ranks hold θ; each evaluates its own micro-batches, and sums go through ``comm``. What goes wrong on one rank is
-raised on all.
+All ranks hold θ; each evaluates its own micro-batches, and sums go through ``comm``. An error on one rank is raised on
+all.
 """
 
 from __future__ import annotations
@@ -11,14 +11,16 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
-from krylov_descent.distributed import Comm, attempt
+from krylov_descent.distributed import Comm, defer_error
 from krylov_descent.objective import closure as closures
 from krylov_descent.objective.closure import BatchClosure, Evaluation
+from krylov_descent.objective.workspace import Workspace
 from krylov_descent.progress import Tell, nobody
 from krylov_descent.samples.subsets import Microbatch
 from krylov_descent.vectors.parameters import ParameterVector
@@ -29,9 +31,9 @@ GRADIENT, FORWARD, PROBE = 1.0, 1 / 3, 2 / 3
 
 
 def relative_noise(dtype: torch.dtype) -> float:
-    """Rounding noise of a mean loss, relative to its size: 8 ε of the dtype it is computed in.
+    """Return the rounding noise of a mean loss, relative to its size: 8 ε of the dtype.
 
-    About 1e-6 in float32: below it a decrease cannot be told from rounding.
+    Smaller decreases (about 1e-6 in float32) cannot be told from rounding.
 
     Example:
         >>> relative_noise(torch.float32)
@@ -41,24 +43,24 @@ def relative_noise(dtype: torch.dtype) -> float:
 
 
 class PassAgain(Exception):  # noqa: N818 — no error
-    """Raised by ``Statistics.collect``: what was gathered is void, and the pass must be taken again from its start."""
+    """Raised by ``Statistics.collect``: the gathered statistics are void, and the pass must start over."""
 
 
 class Statistics(Protocol):
-    """What a preconditioner gathers along the pass over A, beside the gradient."""
+    """Statistics that a preconditioner gathers along the pass over A, beside the gradient."""
 
     def watch(self) -> AbstractContextManager[None]:
-        """Surround each call of the closure."""
+        """Return a context for each call of the closure."""
         ...
 
-    def wanted(self, evaluation: Evaluation) -> Sequence[Tensor]:
-        """Tensors of the graph whose ∂loss it asks for, from the same backward pass as the gradient."""
+    def wanted(self, evaluation: Evaluation) -> Sequence[Tensor | GradientEdge]:
+        """Return the places in the graph whose ∂loss it needs, from the same backward pass as the gradient."""
         ...
 
     def collect(
         self, evaluation: Evaluation, gradient: Sequence[Tensor | None], wanted: Sequence[Tensor | None]
     ) -> float:
-        """Take in one micro-batch; returns what it cost beyond the gradient, in gradients per sample."""
+        """Add one micro-batch and return the cost beyond the gradient, in gradients per sample."""
         ...
 
 
@@ -74,16 +76,16 @@ class BatchLosses:
 
 @dataclass(frozen=True, eq=False)
 class Derivative:
-    """f on a set, its slope along a direction if one was given, and its gradient, which is shared when asked for."""
+    """f on a set, its slope along a direction if one was given, and its gradient on demand."""
 
     losses: BatchLosses
     slope: float
     gradient: Callable[[], Tensor]
-    """→ this rank's part [P_local]; to be called once, on all ranks or none."""
+    """Returns this rank's part [P_local]; a collective, to be called at most once."""
 
 
 class _Gathered:
-    """What a pass over this rank's micro-batches leaves beside vectors."""
+    """The numbers from a pass over this rank's micro-batches."""
 
     def __init__(self) -> None:
         self.losses: list[Tensor] = []
@@ -101,46 +103,55 @@ def _as_it_is(evaluate: Callable[[], Evaluation]) -> Evaluation:
 
 
 class Objective:
-    """f, ∇f and evaluations on micro-batches; counts what they cost in ``sample_gradients``."""
+    """f, ∇f and evaluations on micro-batches, with their cost in ``sample_gradients``."""
 
-    def __init__(self, closure: BatchClosure, parameters: ParameterVector, comm: Comm, identity: object = None) -> None:
+    def __init__(
+        self, closure: BatchClosure, parameters: ParameterVector, comm: Comm, workspace: Workspace | None = None
+    ) -> None:
         self.parameters = parameters
-        self.identity = identity
-        """Tells one closure from another, for what is remembered about it from step to step."""
         self.comm = comm
+        self.workspace = Workspace() if workspace is None else workspace
+        """The workspace of this closure and these parameters, kept from step to step."""
         self.sample_gradients = 0.0
         self.tell: Tell = nobody
         self.first_look: Callable[[Callable[[], Evaluation]], Evaluation] = _as_it_is
-        """Takes the first evaluation of a step, and may refuse it."""
+        """Performs the first evaluation of a step, and may refuse it."""
         self._closure = closure
         self._watched = False
 
-    def evaluate(self, batch: Microbatch) -> Evaluation:
-        """One call of the closure with its graph, searched for the usual mistakes."""
+    def evaluate(
+        self, batch: Microbatch, inside: Callable[[], AbstractContextManager[Any]] = nullcontext
+    ) -> Evaluation:
+        """Return the closure's graph, checked for common mistakes; ``inside()`` is a context for each call alone."""
         look = _as_it_is if self._watched else self.first_look
+
+        def closure(data: Any) -> Any:
+            with inside():
+                return self._closure(data)
+
         with self.parameters.without_grads():
             watch = closures.BackwardWatch(self.parameters.params)
             try:
-                evaluation = look(lambda: closures.evaluate(self._closure, batch))
+                evaluation = look(lambda: closures.evaluate(closure, batch))
             except Exception:
                 watch.check()
                 raise
             watch.check()
-        if evaluation.weight > 0:  # a batch whose every term is masked tells nothing
+        if evaluation.weight > 0:  # a fully masked batch may have no graph
             closures.require_graph(evaluation)
             self._watched = True
         return evaluation
 
     def point(self) -> Tensor:
-        """θ, this rank's part [P_local], a copy."""
+        """Return a copy of this rank's part of θ [P_local]."""
         return self.comm.shard(self.parameters.read())
 
     def move_to(self, theta: Tensor) -> None:
-        """θ ← what the parts [P_local] of all ranks make together."""
+        """Set θ from the parts [P_local] of all ranks."""
         self.parameters.write(self.comm.all_gather(theta, self.parameters.numel))
 
     def add_decay(self, part: Tensor, x: Tensor | None = None) -> None:
-        """part += c∘x, of this rank's parts [P_local]: the decay's gradient (x = θ, the default) or product."""
+        """part += c∘x in this rank's parts [P_local]: the decay's gradient (x = θ, the default) or product."""
         parameters, comm = self.parameters, self.comm
         if (bounds := comm.bounds(parameters.numel)) is not None:
             parameters.add_decay(part, bounds[0], x)
@@ -151,7 +162,7 @@ class Objective:
             part.add_(comm.shard(decay))
 
     def value(self, batches: Iterable[Microbatch]) -> BatchLosses:
-        """f by forward passes only."""
+        """Return f by forward passes only."""
         gathered = _Gathered()
 
         def work() -> None:
@@ -159,10 +170,10 @@ class Objective:
                 evaluation = self.forward(batch)
                 gathered.add(evaluation.loss.detach(), evaluation.weight)
 
-        return self._share(gathered, attempt(self.comm, work))[0]
+        return self._share(gathered, defer_error(self.comm, work))[0]
 
     def forward(self, batch: Microbatch) -> Evaluation:
-        """One call of the closure, for its values alone."""
+        """Call the closure without a graph."""
         with closures.same_path_as_with_gradients():
             try:
                 with self.parameters.frozen():
@@ -178,16 +189,16 @@ class Objective:
     def value_and_gradient(
         self, batches: Iterable[Microbatch], statistics: Statistics | None = None
     ) -> tuple[BatchLosses, Tensor]:
-        """f and this rank's part of ∇f [P_local]; ``statistics`` are gathered in the same pass."""
+        """Return f and this rank's part of ∇f [P_local]; ``statistics`` are gathered in the same pass."""
         derivative = self.differentiate(batches, statistics)
         return derivative.losses, derivative.gradient()
 
     def differentiate(
         self, batches: Iterable[Microbatch], statistics: Statistics | None = None, along: Tensor | None = None
     ) -> Derivative:
-        """f, its slope along a direction [P], and ∇f.
+        """Return f, its slope along a direction [P], and ∇f.
 
-        Without statistics, a loss that is not finite ends the pass at once: no gradient is of use there.
+        Without statistics, a loss that is not finite ends the pass at once.
         """
         comm, parameters = self.comm, self.parameters
         total, gathered = WeightedSum(parameters), _Gathered()
@@ -203,7 +214,7 @@ class Objective:
             except PassAgain:
                 gathered.again = True
 
-        losses, slope, W = self._share(gathered, attempt(comm, work))
+        losses, slope, W = self._share(gathered, defer_error(comm, work))
         if along is not None:
             slope += parameters.decay_slope(along)
 
@@ -217,9 +228,8 @@ class Objective:
     def _add_gradient(
         self, batch: Microbatch, statistics: Statistics | None, total: WeightedSum
     ) -> tuple[Tensor, float]:
-        """Add one micro-batch's weighted gradient; its graph dies with this call, before the next is built."""
-        with nullcontext() if statistics is None else statistics.watch():
-            evaluation = self.evaluate(batch)
+        """Add one micro-batch's weighted gradient; its graph is freed on return."""
+        evaluation = self.evaluate(batch, nullcontext if statistics is None else statistics.watch)
         if statistics is None and evaluation.weight > 0 and not bool(evaluation.loss.isfinite()):
             self.sample_gradients += FORWARD * evaluation.samples
             return evaluation.loss.detach(), evaluation.weight
@@ -234,9 +244,11 @@ class Objective:
         self.sample_gradients += GRADIENT * evaluation.samples
         return evaluation.loss.detach(), evaluation.weight
 
-    def _differentiate(self, evaluation: Evaluation, wanted: Sequence[Tensor] = ()) -> tuple[Tensor | None, ...]:
-        inputs = (*self.parameters.params, *wanted)
-        if evaluation.weight == 0:  # a micro-batch whose every term is masked may have no graph at all
+    def _differentiate(
+        self, evaluation: Evaluation, wanted: Sequence[Tensor | GradientEdge] = ()
+    ) -> tuple[Tensor | None, ...]:
+        inputs: tuple[Any, ...] = (*self.parameters.params, *wanted)
+        if evaluation.weight == 0:  # a fully masked micro-batch may have no graph
             return (None,) * len(inputs)
         gradients: tuple[Tensor | None, ...] = torch.autograd.grad(
             evaluation.loss, inputs, allow_unused=True, retain_graph=bool(wanted)
@@ -244,22 +256,22 @@ class Objective:
         of_parameters = gradients[: len(self.parameters.params)]
         if all(g is None for g in of_parameters):
             raise ValueError(
-                "The closure's loss depends on none of the parameters given to KSD, though on others: the model was "
-                "rebuilt or copied after the optimizer was made, KSD got another model's, or fully_shard has them (it "
-                "cannot be differentiated twice: use krylov_descent.distributed.gathered.shard_at_rest)."
+                "The closure's loss depends on none of the parameters given to KSD, but on others: the model was "
+                "rebuilt or copied after the optimizer was created, KSD got another model's parameters, or they are in "
+                "fully_shard (not twice differentiable: use krylov_descent.distributed.gathered.shard_at_rest)."
             )
         closures.require_dense(of_parameters)
         return gradients
 
     def _share(self, gathered: _Gathered, failure: Exception | None) -> tuple[BatchLosses, float, float]:
-        """Mean loss, slope and W over all ranks, by one small sum.
+        """Return mean loss, slope and W over all ranks, by one small sum.
 
         Raises:
-            PassAgain: some rank wants the pass again.
+            PassAgain: some rank needs to start the pass over.
             Exception: ``failure``, or that of another rank.
         """
         values = torch.stack(gathered.losses).double().tolist() if gathered.losses else []
-        # A micro-batch of weight 0 has no terms; its mean, 0/0, must not spoil the sum.
+        # The mean of a micro-batch of weight 0 is 0/0 and must not enter the sum.
         weighted = exact_sum(w * loss for w, loss in zip(gathered.weights, values, strict=True) if w > 0)
         own = (weighted, math.fsum(gathered.weights), gathered.slope, float(gathered.again))
         numbers = torch.tensor(own, dtype=torch.float64, device="cpu")

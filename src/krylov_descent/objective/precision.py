@@ -1,4 +1,4 @@
-"""Whether float32 is computed with all of its 23 bits: the line search cannot see a decrease that rounding hides."""
+"""A warning if float32 is computed with fewer than its 23 bits: rounding then hides decreases from the line search."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ REMEDY = "torch.set_float32_matmul_precision('highest'); torch.backends.cudnn.al
 
 
 def reduced(device: torch.device) -> Iterator[str]:
-    """What computes float32 with fewer bits than it has."""
+    """Yield the kinds of operations that compute float32 with reduced precision."""
     backend: Any = torch.backends.cuda if device.type == "cuda" else torch.backends.mkldnn
     matmul: Any = getattr(backend, "matmul", None)
-    if hasattr(matmul, "fp32_precision"):  # where torch has it, reading the older settings may raise
+    if hasattr(matmul, "fp32_precision"):  # if torch has it, reading the older settings may raise
         coarse = matmul.fp32_precision in ("tf32", "bf16")
     else:
         coarse = torch.get_float32_matmul_precision() != "highest"
@@ -30,7 +30,7 @@ def reduced(device: torch.device) -> Iterator[str]:
 
 
 def warn_if_reduced(params: Sequence[Tensor]) -> None:
-    """Before the first step with float32 parameters; of convolutions, which have TF32 by default, if there are any."""
+    """Warn if float32 parameters are computed with reduced precision; of convolutions (TF32 by default) if present."""
     if params[0].dtype != torch.float32:
         return
     filters = any(p.ndim > 2 for p in params)
@@ -38,6 +38,6 @@ def warn_if_reduced(params: Sequence[Tensor]) -> None:
     if found:
         warnings.warn(
             f"{' and '.join(found)} may round float32 to TF32 or bfloat16 inside (10 or 8 bits instead of 23): smaller "
-            f"decreases of the loss are lost in rounding, and the line search stands still. {REMEDY}",
+            f"decreases of the loss are lost in rounding, and the line search stalls. {REMEDY}",
             stacklevel=4,
         )

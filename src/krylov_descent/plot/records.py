@@ -15,19 +15,11 @@ from krylov_descent.report import StepReport
 Report: TypeAlias = StepReport | Mapping[str, Any]
 Record: TypeAlias = Mapping[str, Any]
 
-_SHOWN = 60  # characters of a broken line
-
 
 def read(path: str | Path) -> list[dict[str, Any]]:
-    """The reports that ``krylov_descent.writers.JSONLWriter`` wrote.
+    """The reports that ``krylov_descent.writers.JSONLWriter`` wrote, as dicts; numbers that were not finite are None.
 
     A last line that was cut off, as a run that was killed leaves it, is skipped with a warning.
-
-    Args:
-        path: of the file.
-
-    Returns:
-        One dict for each line, as of ``StepReport.as_dict``; numbers that were not finite are None.
 
     Raises:
         ValueError: another line is no report.
@@ -54,18 +46,13 @@ def read(path: str | Path) -> list[dict[str, Any]]:
         if isinstance(record, dict) and "loss" in record:
             found.append(record)
             continue
-        shown = line if len(line) <= _SHOWN else f"{line[:_SHOWN]}…"
-        if record is None and number == numbered[-1][0]:
-            warnings.warn(
-                f"{path}, line {number}: the last line was cut off and is skipped: {shown!r}. The run was killed while "
-                "it wrote, or is writing now.",
-                stacklevel=2,
-            )
-        else:
+        if record is not None or number < numbered[-1][0]:
             raise ValueError(
-                f"{path}, line {number}: this is no report of a step: {shown!r}. Remove the line, or pass a file that "
-                "krylov_descent.writers.JSONLWriter wrote."
+                f"{path}, line {number}: this is no report of a step: {line[:60]!r}. Remove the line, or pass a file "
+                "that krylov_descent.writers.JSONLWriter wrote."
             )
+        what = "the last line was cut off and is skipped. The run was killed while it wrote, or is writing now."
+        warnings.warn(f"{path}, line {number}: {what}", stacklevel=2)
     return found
 
 

@@ -78,8 +78,7 @@ def log_ticks(axis: Axis, values: Sequence[float]) -> None:
     if decades >= 2.5:
         axis.set_major_locator(LogLocator(numticks=9))
         return
-    fine, middling, coarse = (1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0), (1.0, 2.0, 3.0, 5.0, 7.0), (1.0, 2.0, 5.0)
-    axis.set_major_locator(LogLocator(subs=fine if decades < 0.7 else middling if decades < 1.3 else coarse))
+    axis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 4, 5, 6, 8) if decades < 0.7 else (1, 2, 5)))
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axis.set_minor_formatter(NullFormatter())
 

@@ -1,7 +1,7 @@
-"""D = diag F on A (Algorithm 3, line 5), floored, gathered in the pass that gives the gradient.
+"""The paper's preconditioner D = diag F on A (Algorithm 3, line 5), floored; gathered in the gradient's own pass.
 
-Letters: Σᵢ gᵢ∘gᵢ over samples i, D its mean [P], ε the floor. Per-sample gradients are never formed: dense and
-convolutional layers have exact rules (layers/rules.py), all other parameters take the random-sign probe:
+Letters: gᵢ the gradient of sample i, D [P] the mean of gᵢ∘gᵢ, ε the floor. Per-sample gradients are never formed: dense
+and convolutional layers have exact rules (layers/rules.py), all other parameters take the random-sign probe:
 rows of ∂loss/∂outputs times independent signs sᵢ = ±1, pulled back, give Σᵢ sᵢ gᵢ, whose square has mean Σᵢ gᵢ∘gᵢ.
 
 Deviations from the paper:
@@ -16,22 +16,28 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 from torch.utils.hooks import RemovableHandle
 
 from krylov_descent.curvature.gauss_newton import require_influence
 from krylov_descent.distributed import Comm, added
 from krylov_descent.distributed.sharded import beside, local_part, whole
+from krylov_descent.layers.calls import LayerCall, Recorder
 from krylov_descent.layers.rules import Scratch
-from krylov_descent.layers.verify import Call, Verdict, Witness, recorded_calls, right_and_wrong
+from krylov_descent.layers.verify import COARSE, Found, Trust, Witness, compared, due, tolerance
 from krylov_descent.objective.closure import Evaluation, require_attached, require_outputs, require_rows, row_scaled
 from krylov_descent.objective.objective import PROBE, Objective, PassAgain
+from krylov_descent.preconditioners.interface import Preconditioner, Solved, nothing_gathered
+from krylov_descent.samples.interface import StepKey
+from krylov_descent.stepping.gradient_pass import GradientPass
 from krylov_descent.vectors.parameters import ParameterVector
 
 
@@ -40,11 +46,15 @@ def _seed(key: Sequence[int]) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
+class FisherTrust(Trust):
+    """Verdicts on the rules of parameters: whether they give the gradient and the right sample for each row."""
+
+
 class FisherDiagonal:
     """Σᵢ gᵢ∘gᵢ over a pass: layer rules where they reproduce the gradient, the random-sign probe elsewhere.
 
-    A rule that is trusted is served while the backward pass runs, by a hook that sees δ and lets it go. A rule that was
-    never judged has its δ kept, and is judged after the backward pass.
+    A trusted rule is applied during the backward pass, by a hook that does not keep δ. The δ of an unjudged rule is
+    kept, and the rule is judged after the backward pass.
     """
 
     def __init__(
@@ -53,14 +63,13 @@ class FisherDiagonal:
         floor: float,
         probes: int,
         key: Sequence[int],
-        verdict: Verdict | None = None,
+        trust: Trust | None = None,
     ) -> None:
         self._parameters = parameters
         self._floor = floor
         self._probes = probes
         self._key = tuple(key)
         self._start_generators(0)
-        self._index = {id(p): i for i, p in enumerate(parameters.params)}
         # Σ_b (w_b·unit)² Σᵢ (Jᵢᵀδᵢ)²
         self._squares = parameters.zeros()
         self._views = parameters.views(self._squares)
@@ -68,33 +77,32 @@ class FisherDiagonal:
         self._unit: float | None = None
         self._samples = 0
         self._available = True
-        self._calls: list[Call] = []
-        self._unjudged: list[Call] = []
+        self._calls: list[LayerCall] = []
+        self._unjudged: list[LayerCall] = []
         self._handles: list[RemovableHandle] = []
         self._served: set[int] = set()
         self._witnesses: list[Witness] = []
         self._batches = 0
         self._watching = False
-        # Rounding reached 20 ε on deep autoencoders. Half precision rounds too much to tell a wrong rule.
-        dtype = parameters.params[0].dtype
-        self._tolerance = 512 * torch.finfo(dtype).eps if dtype == parameters.dtype else 0.0
-        self.verdict = Verdict() if verdict is None else verdict
+        eps = torch.finfo(parameters.params[0].dtype).eps
+        self._tolerance = tolerance(eps) if eps < COARSE else 0.0  # at 0 no rule agrees
+        self.trust = Trust() if trust is None else trust
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        """Surround the closure: notes the calls of modules that may have a rule."""
-        with recorded_calls(self._index) as calls:
+        """Record the calls of layers that may have a rule, while the closure runs."""
+        recorder = Recorder(self._parameters.params)
+        with recorder:
             yield
-        self._calls = calls
+        self._calls = _single(recorder.calls)
 
-    def wanted(self, evaluation: Evaluation) -> Sequence[Tensor]:
-        """∂loss/∂ of what has to be looked at after the backward pass; nothing if rules serve every parameter."""
+    def wanted(self, evaluation: Evaluation) -> Sequence[Tensor | GradientEdge]:
+        """Return the tensors whose ∂loss/∂ ``collect`` needs; none if trusted rules cover every parameter."""
         calls, self._calls = self._calls, []
         self._start_generators(evaluation.position)
         self._unjudged, self._witnesses, self._served = [], [], set()
         self._batches += 1
-        # A closure changes its path between steps if at all, so few micro-batches of a pass need watching: 1, 4, 16, …
-        self._watching = self._batches & (self._batches - 1) == 0 and self._batches.bit_length() % 2 == 1
+        self._watching = due(self._batches)
         if not evaluation.outputs:
             self._available = False
             return ()
@@ -105,19 +113,22 @@ class FisherDiagonal:
         require_rows(evaluation)
         # An output may be a parameter, on which a hook would outlive the graph.
         inner = [z for z in evaluation.outputs if not z.is_leaf]
-        self._watch_backward(inner, lambda delta: self._set_unit(evaluation.weight, delta))
+        # Hooks run in the order in which they are set.
+        see = functools.partial(self._set_unit, evaluation.weight)
+        self._handles += [z.register_hook(see) for z in inner]  # type: ignore[no-untyped-call]
         served = set()
         for call in calls:
-            if not call.fits(evaluation.samples):
+            if not call.batched or len(call.a) != evaluation.samples:
                 continue
-            if not self.verdict.judged.issuperset(call.indices.values()):
+            if not self.trust.judged(call.indices.values()):
                 self._unjudged.append(call)
-            elif trusted := self.verdict.trusted.intersection(call.indices.values()):
+            elif trusted := self.trust.trusted.intersection(call.indices.values()):
                 served |= trusted
-                self._watch_backward([call.output], functools.partial(self._serve, call, evaluation.weight))
+                serve = functools.partial(self._serve, call, evaluation.weight)
+                self._handles.append(call.on_backward(serve))
         if len(served) == len(self._parameters.params):
             return ()
-        return [*(call.output for call in self._unjudged), *evaluation.outputs]
+        return [*(call.edge for call in self._unjudged), *evaluation.outputs]
 
     def collect(
         self, evaluation: Evaluation, gradient: Sequence[Tensor | None], wanted: Sequence[Tensor | None]
@@ -133,11 +144,11 @@ class FisherDiagonal:
         if evaluation.weight == 0:
             return 0.0
         G = {i: g for i, g in enumerate(gradient) if g is not None}
-        _, wrong = right_and_wrong(self._witnesses, G, None, self._tolerance)
+        found = self._compared(self._witnesses, G, None)
         served, self._served, self._witnesses = self._served, set(), []
-        if wrong:
-            # The closure has taken another path than when the rule was judged, and the squares are added already.
-            self.verdict.trusted -= wrong
+        self.trust.learn(found)
+        if found.refuted:
+            # The closure took another path than when the rule was judged, and wrong squares are already added.
             raise PassAgain
         if not wanted:
             return 0.0
@@ -147,8 +158,8 @@ class FisherDiagonal:
             if delta is not None:
                 self._set_unit(evaluation.weight, delta)
         if self._unit is None:
-            return 0.0  # every ∂loss/∂z was zero: nothing to add, and nothing to judge a rule by
-        # Not counted: a resumed run judges again, and its costs are to be those of one that never stopped.
+            return 0.0  # every ∂loss/∂z is zero: nothing to add or to judge a rule by
+        # Not counted as a cost: a resumed run judges again, and must report the costs of one that never stopped.
         self._judge(evaluation, dL_dz, unjudged, deltas, G)
         pulls = 0
         self._watching = False  # these rules have just been judged
@@ -167,33 +178,29 @@ class FisherDiagonal:
             pulls += 1
         return PROBE * pulls
 
-    def _watch_backward(self, tensors: Sequence[Tensor], see: Callable[[Tensor], None]) -> None:
-        """Show ∂loss/∂ of each tensor when the backward pass has it. Hooks run in the order in which they are set."""
-        self._handles += [x.register_hook(see) for x in tensors]  # type: ignore[no-untyped-call]
-
     def _start_generators(self, position: int) -> None:
-        """Of one micro-batch: keyed, so that resumed runs and other ranks draw the same, without global state."""
+        """Seed by key and micro-batch, so that resumed runs and other ranks draw the same, without global state."""
         self._generator = torch.Generator("cpu").manual_seed(_seed((*self._key, position)))
-        # Checks draw from their own, as a resumed run repeats those that an uninterrupted one has behind it.
+        # Checks have their own generator: a resumed run repeats checks that an uninterrupted one has already made.
         self._check_generator = torch.Generator("cpu").manual_seed(_seed((*self._key, position, 1)))
 
     def _set_unit(self, weight: float, delta: Tensor) -> None:
-        """1 / |w_b ∂loss/∂z|, roughly: keeps squares of tiny or huge losses within the dtype; one for a whole pass.
+        """Set the unit of the pass, about 1 / |w_b ∂loss/∂z|: squares of tiny or huge losses stay in the dtype's range.
 
-        A power of two, so that it leaves no trace in rounding: ranks have units of their own.
+        It is a power of two, which changes no rounding, since each rank has its own.
         """
         if self._unit is None and delta.numel():
             size = float(whole(delta.abs().max())) * weight
             if 0 < size < math.inf:
                 self._unit = math.ldexp(1.0, -math.frexp(size)[1])
 
-    def _serve(self, call: Call, weight: float, delta: Tensor) -> None:
-        """Add the squares of a call's trusted parameters, and note what the gradient must confirm."""
+    def _serve(self, call: LayerCall, weight: float, delta: Tensor) -> None:
+        """Add the squares of a call's trusted parameters, and keep a witness to compare with the gradient."""
         self._set_unit(weight, delta)
-        trusted = {k: i for k, i in call.indices.items() if i in self.verdict.trusted}
+        trusted = {k: i for k, i in call.indices.items() if i in self.trust.trusted}
         if self._unit is None or not trusted:
             return
-        layer = call.layer(delta, self._parameters.dtype, weight * self._unit)
+        layer = call.rule(delta, self._parameters.dtype, weight * self._unit)
         into = {is_weight: self._views[i] for is_weight, i in trusted.items()}
         layer.add_squares(into.get(True), into.get(False), self._scratch)
         self._served |= set(trusted.values())
@@ -204,17 +211,16 @@ class FisherDiagonal:
         self,
         evaluation: Evaluation,
         dL_dz: Sequence[Tensor | None],
-        calls: Sequence[Call],
+        calls: Sequence[LayerCall],
         deltas: Sequence[Tensor | None],
         G: dict[int, Tensor],
     ) -> None:
-        """Put rules to the test.
+        """Test rules: they must give the gradient and a signed sum Σᵢ sᵢ gᵢ.
 
-        They must reproduce the gradient, and a signed sum Σᵢ sᵢ gᵢ: it tells whether rows are attributed to the right
-        samples, which the gradient cannot.
+        Only the signed sum tells whether rows are attributed to the right samples.
         """
         witnesses = [
-            Witness(call.layer(delta, self._parameters.dtype, 1.0), call.indices, self._random)
+            Witness(call.rule(delta, self._parameters.dtype, 1.0), call.indices, self._random)
             for call, delta in zip(calls, deltas, strict=True)
             if delta is not None
         ]
@@ -225,10 +231,11 @@ class FisherDiagonal:
             signs = [(torch.arange(len(s), device="cpu") % 2).mul_(-2).add_(1) for s in signs]
         pulled = self._pull_back(evaluation, dL_dz, signs, list(G), 1.0)
         s = signs[0] if evaluation.aligned else torch.cat(signs)
-        right, wrong = right_and_wrong(witnesses, pulled, s.to(self._views[0]), self._tolerance)
-        confirmed, refuted = right_and_wrong(witnesses, G, None, self._tolerance)
-        self.verdict.trusted |= right & confirmed
-        self.verdict.judged |= (right & confirmed) | wrong | refuted
+        signed, plain = self._compared(witnesses, pulled, s.to(self._views[0])), self._compared(witnesses, G, None)
+        self.trust.learn(Found(signed.confirmed & plain.confirmed, signed.refuted | plain.refuted))
+
+    def _compared(self, witnesses: Sequence[Witness], G: Mapping[int, Tensor], s: Tensor | None) -> Found:
+        return compared((entry for witness in witnesses for entry in witness.compare(G, s)), self._tolerance)
 
     @property
     def available(self) -> bool:
@@ -236,13 +243,13 @@ class FisherDiagonal:
         return self._available
 
     def diagonal(self, total_weight: float, comm: Comm) -> Tensor:
-        """D before flooring: gᵢ = N (w_b/W) Jᵢᵀδᵢ, so that (1/N) Σᵢ gᵢ² = (N/W²) Σ_b w_b² Σᵢ (Jᵢᵀδᵢ)²."""
+        """Return D without floor: gᵢ = N (w_b/W) Jᵢᵀδᵢ, hence (1/N) Σᵢ gᵢ² = (N/W²) Σ_b w_b² Σᵢ (Jᵢᵀδᵢ)²."""
         squares, unit = self._summed(comm)
         return squares * (added(comm, self._samples) / (total_weight * unit) ** 2)
 
     def solver(self, comm: Comm) -> Callable[[Tensor], Tensor] | None:
-        """D⁻¹ up to a factor, which no Krylov subspace depends on: D is scaled to a maximum of one."""
-        # A rank without samples has not seen what the closure returns.
+        """Return D⁻¹ up to a factor (D has maximum one), or None if the closure gave no outputs."""
+        # A rank without samples does not know what the closure returns.
         if float(comm.max(torch.tensor(float(not self._available), device="cpu"))):
             return None
         squares, _ = self._summed(comm)
@@ -253,7 +260,7 @@ class FisherDiagonal:
         return lambda w: w * inverse
 
     def _summed(self, comm: Comm) -> tuple[Tensor, float]:
-        """The squares over all ranks, this rank's part [P_local], and the unit that they are in."""
+        """Return the squares summed over ranks, this rank's part [P_local], and their unit."""
         squares = self._squares
         del self._squares, self._views  # vectors of P numbers
         largest = torch.tensor(0.0 if self._unit is None else 1 / self._unit, dtype=torch.float64, device="cpu")
@@ -270,7 +277,7 @@ class FisherDiagonal:
         indices: Sequence[int],
         scale: float,
     ) -> dict[int, Tensor]:
-        """Σᵢ sᵢ Jᵢᵀδᵢ, scaled, for the parameters of these indices."""
+        """Return Σᵢ sᵢ Jᵢᵀδᵢ, scaled, for the parameters with these indices."""
         zs = [
             (z, row_scaled(d, beside(s.to(d.device, d.dtype) * scale, d)))
             for z, d, s in zip(evaluation.outputs, dL_dz, signs, strict=True)
@@ -283,7 +290,7 @@ class FisherDiagonal:
         return {i: x for i, x in zip(indices, pulled, strict=True) if x is not None}
 
     def _all_signs(self, evaluation: Evaluation, generator: torch.Generator) -> list[Tensor]:
-        """Signs for the rows of each output: the same for all of a sample's rows."""
+        """Return signs for the rows of each output, the same for all rows of a sample."""
         if evaluation.aligned:
             return [self._signs(evaluation.samples, generator)] * len(evaluation.outputs)
         return [self._signs(z.shape[0] if z.ndim else 1, generator) for z in evaluation.outputs]
@@ -296,12 +303,25 @@ class FisherDiagonal:
         return x.to(self._parameters.device)
 
 
+def _single(calls: Sequence[LayerCall]) -> list[LayerCall]:
+    """Keep only parameters with a single call: over several calls, the square of the sum is not a sum of squares."""
+    times = Counter(i for call in calls for i in (call.weight, call.bias))
+    found = []
+    for call in calls:
+        weight, bias = (i if times[i] == 1 else None for i in (call.weight, call.bias))
+        if (weight, bias) != (call.weight, call.bias):
+            call = replace(call, weight=weight, bias=bias)
+        if call.indices:
+            found.append(call)
+    return found
+
+
 @dataclass(frozen=True)
-class Fisher:
+class Fisher(Preconditioner):
     """The diagonal of the per-sample Fisher matrix: the paper's preconditioner.
 
     Args:
-        floor: ε, D is floored at ε·max(D). 1e-2 was ahead of the paper's 1e-4 (section 4) on eight of nine seeds
+        floor: ε, D is floored at ε·max(D). 1e-2 beats the paper's 1e-4 (section 4) on eight of nine seeds
             (docs/measurements.md); ``PAPER`` has the paper's.
         probes: sign patterns per micro-batch for parameters without an exact rule; one gives an unbiased estimate, and
             each costs two thirds of a gradient.
@@ -310,6 +330,8 @@ class Fisher:
         >>> from krylov_descent import KSD, Fisher
         >>> optimizer = KSD([torch.nn.Parameter(torch.ones(3))], preconditioner=Fisher(floor=1e-3))
     """
+
+    name: ClassVar[str] = "fisher"
 
     floor: float = 1e-2
     probes: int = 1
@@ -320,29 +342,13 @@ class Fisher:
         if self.probes < 1:
             raise ValueError(f"Fisher(probes={self.probes}): must be at least 1.")
 
-    def prepare(self) -> FisherPreconditioner:
-        """For one optimizer: what works by these options, and remembers which rules it found right."""
-        return FisherPreconditioner(self)
+    def gather(self, objective: Objective, key: StepKey) -> FisherDiagonal:
+        """Return the collector of squared per-sample gradients along the pass over A."""
+        trust = objective.workspace.of(FisherTrust)
+        return FisherDiagonal(objective.parameters, self.floor, self.probes, tuple(key), trust)
 
-
-class FisherPreconditioner:
-    """The diagonal of the Fisher matrix, for one optimizer."""
-
-    name = "fisher"
-
-    def __init__(self, options: Fisher) -> None:
-        self._options = options
-        self._judged: tuple[object, ...] = ()
-        self._verdict = Verdict()
-
-    def start(self, objective: Objective, *key: int) -> FisherDiagonal:
-        """Begin a pass over A; another closure or other parameters are judged anew."""
-        judged = (objective.identity, *map(id, objective.parameters.params))
-        if judged != self._judged:
-            self._judged, self._verdict = judged, Verdict()
-        options = self._options
-        return FisherDiagonal(objective.parameters, options.floor, options.probes, key, self._verdict)
-
-    def __getstate__(self) -> dict[str, Any]:
-        # A copy is of other parameters.
-        return {"_options": self._options, "_judged": (), "_verdict": Verdict()}
+    def solve(self, at: GradientPass, state: Any, noise: float) -> Solved:
+        """Return D⁻¹ from the gathered squares."""
+        gathered, at.gathered = at.gathered, None
+        solve = gathered.solver(at.objective.comm)
+        return nothing_gathered(state) if solve is None else Solved(solve, state, self.name)

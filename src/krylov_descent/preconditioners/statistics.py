@@ -1,19 +1,19 @@
 """Statistics of a set for the Kronecker-factored Gauss–Newton matrix (K-FAC, expand).
 
-Letters: aᵢₜ a layer's input (with a 1 for the bias) at position t of sample i, δᵢₜ what a random root u of the loss's
-Hessian (curvature/output_roots.py) becomes at its output when it is pulled back; A = mean of aᵢₜaᵢₜᵀ over samples and
-positions, G = Σ δᵢₜδᵢₜᵀ of a mean loss. A ⊗ G stands for the layer's block of the Gauss–Newton matrix: Σ (aaᵀ ⊗ δδᵀ),
-with its two parts averaged apart. Over micro-batches b with weights w_b, both are means with weights w_b.
+Letters: aᵢₜ a layer's input (with a 1 for the bias) at position t of sample i; u a random root of the loss's Hessian
+(curvature/output_roots.py), δᵢₜ its pull-back to the layer's output; A = mean of aᵢₜaᵢₜᵀ over samples and positions,
+G = Σ δᵢₜδᵢₜᵀ of a mean loss. A ⊗ G approximates the layer's block Σ (aaᵀ ⊗ δδᵀ) of the Gauss–Newton matrix, by
+averaging its two parts separately. Over micro-batches b, both are means with weights w_b.
 
-Which layers have factors: layers/calls.py. Several calls of a layer count as further positions. Every other parameter
-has what X, that which u becomes at the parameter itself, tells of its block E[vec X vec Xᵀ]:
+Layers with factors are those of layers/calls.py. Further calls of a layer count as further positions. For every other
+parameter, the pull-back X of u to the parameter itself approximates its block E[vec X vec Xᵀ]:
 - a matrix [out, in] (recurrent layers, attention, grouped convolutions): G = E[XXᵀ], A = E[XᵀX]/E[tr XᵀX]. A ⊗ G has
-  the trace of the block, and curvature along what rows or columns have in common, which a diagonal has not (Gupta,
-  Koren & Singer 2018 use the same two matrices of gradients);
+  the trace of the block and, unlike a diagonal, the curvature common to rows or columns (Gupta, Koren & Singer 2018
+  use the same two matrices of gradients);
 - a vector (norms), or a matrix with more than 4096 rows or columns: the diagonal, E[X∘X].
-Among these are a weight that belongs to several modules, a layer of which only the bias is trained, and a weight that
-acts anywhere else than in recorded calls (functional use, a network differentiated inside the closure). The last is
-found out by comparing Σ δᵢₜaᵢₜᵀ with the pull-back to the weight itself.
+These other parameters include a weight shared by layers of different kinds or with different biases, a layer with only
+its bias trained, and a weight used outside of recorded calls (x @ W, a network differentiated inside the closure). The
+last case is detected by comparing Σ δᵢₜaᵢₜᵀ with the pull-back to the weight itself.
 """
 
 from __future__ import annotations
@@ -26,70 +26,101 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from krylov_descent.curvature.errors import explained
+from krylov_descent.curvature.errors import explain_missing_second_derivative
 from krylov_descent.curvature.output_roots import random_roots
-from krylov_descent.layers.calls import LayerCall, merged, recorded_layers
+from krylov_descent.layers.calls import LayerCall, Recorder, merged
+from krylov_descent.layers.rules import Convolution
+from krylov_descent.layers.verify import Found, compared, tolerance
 from krylov_descent.objective.closure import require_attached, require_outputs
 from krylov_descent.objective.objective import GRADIENT, Objective
-from krylov_descent.samples.subsets import Microbatch
+from krylov_descent.preconditioners.kronecker_blocks import (
+    AnyBlock,
+    DiagonalBlock,
+    DiagonalSums,
+    FactorSums,
+    LayerBlock,
+    PulledBlock,
+    Sums,
+    TableBlock,
+)
+from krylov_descent.samples.interface import Microbatch
+from krylov_descent.vectors.parameters import ParameterVector
 
-Sums = dict[str, Tensor]
-"""By name: f"{i}.inputs", f"{i}.outputs", f"{i}.diagonal" and f"{i}.calls", the weight of what had calls of layer i."""
+LARGE = 4096  # rows or columns of a matrix outside of layers, beyond which it has a diagonal block
 
-# What stands for a parameter. Of the opinions of several ranks the largest counts.
-UNKNOWN, BIAS, MATRIX, TABLE, PULLED, DIAGONAL = range(6)
-
-LARGE = 4096  # rows or columns of a matrix beyond which a parameter outside of layers has a diagonal
+#: The last of these wins where ranks disagree about a parameter; "bias of a layer" comes before them all.
+BLOCKS: tuple[type[LayerBlock | PulledBlock | DiagonalBlock], ...] = (
+    LayerBlock,
+    TableBlock,
+    PulledBlock,
+    DiagonalBlock,
+)
 
 
 @dataclass(frozen=True)
-class Role:
-    """What stands for a parameter: ``weight`` is, of a bias, the index of the weight whose matrix it belongs to."""
+class ParameterRole:
+    """The block of a parameter: its own, or for a bias that of the weight with the index ``bias_of``."""
 
-    kind: int
-    weight: int = -1
+    block: type[AnyBlock]
+    bias_of: int | None = None
+
+    def encoded(self) -> tuple[int, int]:
+        """Return the role as two numbers for other ranks, the first positive."""
+        return (1, self.bias_of + 1) if self.bias_of is not None else (2 + BLOCKS.index(self.block), 0)
+
+    @classmethod
+    def decoded(cls, kind: int, bias_of: int) -> ParameterRole:
+        """Return the role that these numbers encode."""
+        return cls(LayerBlock, bias_of - 1) if kind == 1 else cls(BLOCKS[kind - 2])
 
 
-Roles = dict[int, Role]
-"""Of the parameters that are known, by index."""
+ParameterRoles = dict[int, ParameterRole]
+"""The roles of known parameters by index."""
+
+
+def new_sums(i: int, roles: ParameterRoles, parameters: ParameterVector) -> Sums:
+    """Return zero sums for parameter i, which has a block of its own."""
+    biased = any(role.bias_of == i for role in roles.values())
+    return roles[i].block.sums(parameters.params[i], biased, parameters.dtype)
 
 
 class PassOverSet:
     """Gathers the statistics of this rank's micro-batches.
 
     Args:
-        objective: what is evaluated.
-        key: seeds the signs.
-        refused: parameters that are taken by themselves, whatever calls they have.
-        judged: weights whose Σ δaᵀ was compared with the pull-back before.
+        objective: the objective to evaluate.
+        key: the seed of the signs.
+        refused: parameters whose layer calls are ignored.
+        trusted: weights whose Σ δaᵀ need not be compared with the pull-back.
 
     Attributes:
-        roles: what was found for each parameter.
+        roles: the role of each parameter.
         weight: Σ w_b.
-        sums: of the statistics.
+        sums: the sums of the statistics, by the index of the parameter with the block.
         available: whether the closure gave outputs.
-        approximated: whether the gradients of samples stand for the curvature of the loss (curvature/output_roots.py).
-        refused: with those that were found since.
+        approximated: whether per-sample gradients replace the curvature of the loss (curvature/output_roots.py).
+        refused: the argument, and the parameters refused since.
+        confirmed: weights whose Σ δaᵀ equals the pull-back.
     """
 
     def __init__(
-        self, objective: Objective, key: Sequence[int], refused: Collection[int], judged: Collection[int]
+        self, objective: Objective, key: Sequence[int], refused: Collection[int], trusted: Collection[int]
     ) -> None:
         self._objective, self._key = objective, tuple(key)
-        self._index = {id(p): i for i, p in enumerate(objective.parameters.params)}
-        self._judged = set(judged)
+        self._trusted = set(trusted)
         self.refused = set(refused)
+        self.confirmed: set[int] = set()
         self._begin()
 
     def _begin(self) -> None:
-        self.roles: Roles = {}
+        self.roles: ParameterRoles = {}
         self.weight = 0.0
-        self.sums: Sums = {}
+        self.sums: dict[int, Sums] = {}
         self.available = True
         self.approximated = False
 
     def run(self, batches: Sequence[Microbatch]) -> None:
-        """Take all micro-batches; from the start, whenever a layer proves to have no factors."""
+        """Add all micro-batches, starting over whenever a layer proves to have no factors."""
         known = -1
         while known < len(self.refused):
             known = len(self.refused)
@@ -100,10 +131,11 @@ class PassOverSet:
                     break
 
     def _add(self, batch: Microbatch) -> None:
-        """One micro-batch; its graph dies with this call."""
+        """Add one micro-batch; its graph is freed on return."""
         objective = self._objective
-        with recorded_layers(self._index) as calls:
-            evaluation = objective.evaluate(batch)
+        params = objective.parameters.params
+        recorder = Recorder(params)
+        evaluation = objective.evaluate(batch, lambda: recorder)
         objective.sample_gradients += GRADIENT * evaluation.samples
         if not evaluation.outputs:
             self.available = False
@@ -114,111 +146,118 @@ class PassOverSet:
             require_outputs(evaluation, "The Kronecker preconditioner")
         require_attached(evaluation)
         self.weight += evaluation.weight
-        calls = self._served(calls)
-        layers = {i for call in calls for i in (call.weight, call.bias) if i is not None}
-        rest = [i for i in range(len(self._index)) if i not in layers]
-        fresh = any(call.weight not in self._judged for call in calls if call.a.numel())
-        unjudged = sorted(layers) if fresh else []
-        with explained():
+        calls = self._served(recorder.calls)
+        layers = {i for call in calls for i in call.indices.values()}
+        rest = [i for i in range(len(params)) if i not in layers]
+        fresh = {call.weight for call in calls if call.a.numel()} - self._trusted
+        unjudged = sorted({i for call in calls if call.weight in fresh for i in call.indices.values()})
+        with explain_missing_second_derivative():
             roots, exact = random_roots(evaluation, self._key)
         self.approximated |= not exact
         if not roots:  # the loss is linear in its outputs: there is no curvature
             return
-        params = objective.parameters.params
         inputs: list[Any] = [*(call.edge for call in calls), *(params[i] for i in (*rest, *unjudged))]
         pulled = torch.autograd.grad([z for z, _ in roots], inputs, [u for _, u in roots], allow_unused=True)
         found = merged([(call, delta) for call, delta in zip(calls, pulled, strict=False) if delta is not None])
         gradients = dict(zip((*rest, *unjudged), pulled[len(calls) :], strict=True))
         alone = {i: x for i in rest if (x := gradients[i]) is not None}
         for i, x in alone.items():
-            self._note(i, Role(_kind_alone(x)))
+            self._note(i, ParameterRole(_block_alone(x)))
         if unjudged:
-            self.refused |= self._wrong(found, gradients)
+            judged = self._compared([(call, delta) for call, delta in found if call.weight in fresh], gradients)
+            self.refused |= judged.refuted
+            self.confirmed |= judged.confirmed
         self._add_alone(alone, evaluation.weight)
         self._add_factors(found, evaluation.weight)
 
     def _served(self, calls: Sequence[LayerCall]) -> list[LayerCall]:
-        """The calls of layers that have factors; a bias that several weights have is left out of their matrices."""
-        modules: dict[int, set[int]] = {}
+        """Return the calls of layers with factors; a bias shared by several weights is left out of their matrices."""
+        kinds: dict[int, set[object]] = {}
         weights: dict[int | None, set[int]] = {}
         for call in calls:
-            modules.setdefault(call.weight, set()).add(id(call.module))
-            weights.setdefault(call.bias, set()).add(call.weight)
+            if (i := call.weight) is not None:
+                kinds.setdefault(i, set()).add((call.bias, call.how))
+                weights.setdefault(call.bias, set()).add(i)
         served = []
         for call in calls:
-            if len(modules[call.weight]) > 1 or call.weight in self.refused:
+            i = call.weight
+            if i is None or len(kinds[i]) > 1 or i in self.refused or not _has_factors(call):
                 continue
-            weight = self._objective.parameters.params[call.weight]
-            if call.width > LARGE or (not call.table and weight[0].numel() > LARGE):
-                continue  # its factors would be larger than a step has room and time for
             if call.bias in self.refused or len(weights[call.bias]) > 1:
                 call = dataclasses.replace(call, bias=None)
-            self._note(call.weight, Role(TABLE if call.table else MATRIX))
+            self._note(i, ParameterRole(TableBlock if call.table else LayerBlock))
             if call.bias is not None:
-                self._note(call.bias, Role(BIAS, call.weight))
+                self._note(call.bias, ParameterRole(LayerBlock, bias_of=i))
             served.append(call)
         return served
 
-    def _note(self, i: int, role: Role) -> None:
-        """A parameter has one role in all micro-batches; one that has two is taken by itself, with its layer."""
+    def _note(self, i: int, role: ParameterRole) -> None:
+        """Note a parameter's role; one with two roles is refused, together with its layer."""
         if (before := self.roles.setdefault(i, role)) != role:
-            self.refused |= {i} | ({before.weight, role.weight} - {-1})
+            self.refused |= {i, *(j for j in (before.bias_of, role.bias_of) if j is not None)}
 
     def _add_alone(self, pulled: Mapping[int, Tensor], weight: float) -> None:
         for i, x in pulled.items():
-            x = x.to(self._objective.parameters.dtype)
-            if _kind_alone(x) == DIAGONAL:
-                self._accumulate(f"{i}.diagonal", x.square().reshape(-1).mul_(weight))
+            x, sums = x.to(self._objective.parameters.dtype), self._sums_of(i)
+            if isinstance(sums, DiagonalSums):
+                sums.diagonal += x.square().reshape(-1).mul_(weight)
                 continue
             X = x.reshape(x.shape[0], -1)
-            self._accumulate(f"{i}.inputs", (X.T @ X).mul_(weight))
-            self._accumulate(f"{i}.outputs", (X @ X.T).mul_(weight))
+            sums.inputs += (X.T @ X).mul_(weight)
+            sums.outputs += (X @ X.T).mul_(weight)
 
     def _add_factors(self, found: Sequence[tuple[LayerCall, Tensor]], weight: float) -> None:
-        """A and G of each layer, over all of its calls."""
-        parameters, sums = self._objective.parameters, self.sums
+        """Add to A and G of each layer, over all of its calls."""
         positions: dict[int, int] = {}
         for call, delta in found:
-            positions[call.weight] = positions.get(call.weight, 0) + call.positions(delta)
-        for i in (i for i, count in positions.items() if count):  # calls that had no influence tell nothing of A
-            self._accumulate(f"{i}.calls", torch.tensor(weight, dtype=parameters.dtype, device=parameters.device))
+            i = call.indices[True]
+            positions[i] = positions.get(i, 0) + call.positions(delta)
+        for i, count in positions.items():
+            sums = self._sums_of(i)
+            assert isinstance(sums, FactorSums)
+            sums.calls += weight * (count > 0)  # calls without influence do not count in A
         for call, delta in found:
-            i, out = call.weight, call.width
-            into = parameters.params[i].numel() // out + (call.bias is not None)
-            for name, shape in ((f"{i}.inputs", (into,) * (1 if call.table else 2)), (f"{i}.outputs", (out, out))):
-                if name not in sums:
-                    sums[name] = torch.zeros(shape, dtype=parameters.dtype, device=parameters.device)
-            share = weight / max(1, positions[i])
-            call.add_factors(sums[f"{i}.inputs"], sums[f"{i}.outputs"], delta, share, weight)
+            i = call.indices[True]
+            sums = self._sums_of(i)
+            assert isinstance(sums, FactorSums)
+            call.add_factors(sums.inputs, sums.outputs, delta, weight / max(1, positions[i]), weight)
 
-    def _accumulate(self, name: str, x: Tensor) -> None:
-        self.sums[name] = self.sums[name].add_(x) if name in self.sums else x
+    def _sums_of(self, i: int) -> Sums:
+        if i not in self.sums:
+            self.sums[i] = new_sums(i, self.roles, self._objective.parameters)
+        return self.sums[i]
 
-    def _wrong(self, found: Sequence[tuple[LayerCall, Tensor]], gradients: Mapping[int, Tensor | None]) -> set[int]:
-        """Layers whose Σ δaᵀ is not what pulling back to their parameters gives: these act elsewhere too."""
+    def _compared(self, found: Sequence[tuple[LayerCall, Tensor]], gradients: Mapping[int, Tensor | None]) -> Found:
+        """Return the weights whose Σ δaᵀ equals the pull-back to them, and the layers used elsewhere, too."""
         dtype = self._objective.parameters.dtype
         coarsest = max((torch.finfo(call.dtype).eps for call, _ in found), default=0.0)
-        # Rounding reached 20 ε on deep autoencoders; in half precision little can be told.
-        tolerance = min(0.1, 512 * max(torch.finfo(dtype).eps, coarsest))
         layers: dict[int, int] = {}  # the weight of each parameter
         expected: dict[int, Tensor] = {}
-        sizes: dict[int, float] = {}
+        sizes: dict[int, Tensor] = {}
         for call, delta in found:
             for i, term, size in call.gradients(delta, dtype):
-                layers[i] = call.weight
+                layers[i] = call.indices[True]
                 expected[i] = expected[i] + term if i in expected else term
-                sizes[i] = sizes.get(i, 0.0) + size
-        wrong = set()
+                sizes[i] = sizes[i] + size if i in sizes else size
+        errors = []
         for i, x in expected.items():
             given = gradients[i]
             error = x if given is None else x - given.to(dtype).reshape(x.shape)
-            if float(error.norm()) > tolerance * sizes[i]:  # not after an overflow, when nothing is told
-                wrong.add(layers[i])
-        return {i for i, weight in layers.items() if weight in wrong}
+            errors.append((i, error.norm(), sizes[i]))
+        right, wrong = compared(errors, tolerance(max(torch.finfo(dtype).eps, coarsest)))
+        refuted = {layers[i] for i in wrong}
+        return Found(right & set(layers.values()), {i for i, weight in layers.items() if weight in refuted})
 
 
-def _kind_alone(x: Tensor) -> int:
-    """Of a parameter outside of layers."""
+def _has_factors(call: LayerCall) -> bool:
+    """Whether A ⊗ G approximates the layer's block, and both factors are small enough."""
+    if isinstance(call.how, Convolution) and call.how.groups > 1:
+        return False
+    return (call.table or (call.batched and call.shape[1:].numel() <= LARGE)) and call.width <= LARGE
+
+
+def _block_alone(x: Tensor) -> type[PulledBlock | DiagonalBlock]:
+    """Return the kind of block of a parameter outside of layers."""
     rows = x.shape[0] if x.ndim > 1 else 1
     columns = x.numel() // max(1, rows)
-    return PULLED if min(rows, columns) > 1 and max(rows, columns) <= LARGE else DIAGONAL
+    return PulledBlock if min(rows, columns) > 1 and max(rows, columns) <= LARGE else DiagonalBlock

@@ -1,6 +1,6 @@
-"""A step is atomic: whatever happens inside, all that it touches ends as before it, or as after it.
+"""Atomic steps: a step is either taken completely or undone completely, even after an error.
 
-θ is held whole on every rank, so that it can be put back without a word to the others, who may be gone.
+Every rank holds θ whole, so that it can be restored without the other ranks, which may be gone.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from krylov_descent.distributed import Comm
 from krylov_descent.vectors.parameters import ParameterVector
 
 
-def standing(parameters: ParameterVector, x: Tensor | None, d: Tensor | None, comm: Comm) -> Callable[[], Tensor]:
-    """→ θ [P] as it is now: from a point x and the step d taken from it, if they lead there, which spares a copy."""
+def current_point(parameters: ParameterVector, x: Tensor | None, d: Tensor | None, comm: Comm) -> Callable[[], Tensor]:
+    """Return a function that gives the current θ [P]; recomputed as x + d where that is exact, to save a copy."""
     theta = parameters.read()
     if comm.ranks > 1 or x is None or d is None:
         return lambda: theta
@@ -28,15 +28,15 @@ def standing(parameters: ParameterVector, x: Tensor | None, d: Tensor | None, co
     return remembered if torch.equal(theta, remembered()) else lambda: theta
 
 
-class AsBefore:
-    """Surrounds a step: if it raises, parameters, state, generators, ``.grad`` and flags are put back.
+class RestoreOnError:
+    """Context of a step: on an error, parameters, state, generators, ``.grad`` and flags are restored.
 
-    A class, as a generator that KeyboardInterrupt cuts off would put things back when it is collected, at any time.
+    It is no generator: one that KeyboardInterrupt cuts off would restore when it is collected, at any time.
 
     Args:
-        parameters: that the step moves.
-        theta: → where they are.
-        state: of the optimizer; its tensors are replaced by steps, never written.
+        parameters: the parameters that the step moves.
+        theta: a function that returns their current values.
+        state: the optimizer's state; steps replace its tensors and never write to them.
     """
 
     def __init__(
@@ -59,12 +59,12 @@ class AsBefore:
             try:
                 self._restore()
                 break
-            except KeyboardInterrupt as second:  # of a user who cannot wait
+            except KeyboardInterrupt as second:  # a second Ctrl-C
                 again = second
         if again is not None:
             raise again
         if isinstance(error, RuntimeError) and isinstance(error.__cause__, StopIteration):
-            raise error.__cause__ from None  # of the closure: a generator on its way made another error of it (PEP 479)
+            raise error.__cause__ from None  # from the closure, converted by a generator on its way (PEP 479)
 
     def _restore(self) -> None:
         self._parameters.write(self._theta())
@@ -84,6 +84,6 @@ class AsBefore:
 
 
 def generators(device: torch.device) -> list[Tensor]:
-    """The state of torch's generators: the CPU's, and that of a CUDA device."""
+    """Return the states of torch's generators: the CPU's, and the CUDA device's if it is one."""
     cuda = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
     return [torch.get_rng_state(), *cuda]

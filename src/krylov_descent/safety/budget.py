@@ -1,4 +1,4 @@
-"""What a step needs of memory, and what to do where it does not fit: arithmetic and words, no tensors."""
+"""The memory that a step needs, and messages with remedies if it does not fit."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from pathlib import Path
 
 import torch
 
-_SHARE = 0.8  # of the memory at hand that may be taken
+_SHARE = 0.8  # part of the free memory that a step may take
 
 
 @dataclass(frozen=True)
 class Storage:
-    """How the basis V is kept: K+1 vectors of all parameters, by far the largest thing that a step holds.
+    """The storage of the basis V: K+1 vectors of all parameters, by far the largest memory of a step.
 
     Args:
-        dtype: None keeps V as the parameters are. ``torch.bfloat16`` halves it for float32 parameters,
+        dtype: the dtype of V; None is that of the parameters. ``torch.bfloat16`` halves V for float32 parameters,
             ``torch.float32`` for float64 ones; inner products are still taken in the parameters' dtype, and the search
-            still moves by exact combinations of what is stored. docs/performance.md has the cost of each.
-        device: None keeps V where the parameters are; "cpu" keeps it in host memory for a model on an accelerator.
+            still moves by exact combinations of the stored vectors. docs/performance.md has the cost of each.
+        device: the device of V; None is that of the parameters, "cpu" is host memory for a model on an accelerator.
 
     Example:
         >>> from krylov_descent import KSD, Storage
@@ -40,18 +40,18 @@ class Storage:
 
 @dataclass(frozen=True)
 class Need:
-    """The needs of a step.
+    """The memory needs of a step.
 
     Attributes:
         budget: the bytes that may be taken.
-        vectors: K+1.
-        length: P of each, on this rank.
-        dtype: of the parameters.
-        device: of the parameters.
-        storage: how V is kept.
-        parts: into how many micro-batches B is cut.
+        vectors: K+1, the number of vectors in V.
+        length: the length of each vector on this rank.
+        dtype: the dtype of the parameters.
+        device: the device of the parameters.
+        storage: the storage of V.
+        parts: the number of micro-batches of B.
         graphs: bytes of the graphs of all of B; None before one was built.
-        factors: bytes, at most, of those of a Kronecker-factored preconditioner; 0 for others.
+        factors: an upper bound of the bytes of Kronecker factors; 0 for other preconditioners.
     """
 
     budget: int
@@ -66,7 +66,7 @@ class Need:
 
     @property
     def basis(self) -> int:
-        """Bytes of V on the parameters' device."""
+        """The bytes of V on the parameters' device."""
         kept_at = self.device if self.storage.device is None else torch.device(self.storage.device)
         if kept_at.type != self.device.type:
             return 0
@@ -74,22 +74,22 @@ class Need:
 
     @property
     def for_graphs(self) -> int:
-        """What V and the factors leave of the budget."""
+        """The bytes of the budget that V and the factors leave for graphs."""
         return self.budget - self.basis - self.factors
 
     def refusal(self) -> str | None:
-        """What to say if V and the factors alone are beyond the budget."""
+        """Return an error message if V and the factors alone exceed the budget."""
         if self.for_graphs >= 0:
             return None
         kept = self.storage.dtype or self.dtype
         return (
             f"The basis takes {self.basis:,} bytes ({self.vectors} vectors of {self.length:,} parameters in "
             f"{_name(kept)}){self._and_factors()}, more than memory_budget={self.budget:,}. Remedies: "
-            f"{'; '.join(self._smaller())}."
+            f"{'; '.join(self.smaller())}."
         )
 
     def warning(self) -> str | None:
-        """What to say if V fits and the graphs of B do not."""
+        """Return a warning if V fits and the graphs of B do not."""
         if self.graphs is None or self.graphs <= self.for_graphs:
             return None
         kept = max(0, self.parts * self.for_graphs // max(1, self.graphs))
@@ -98,14 +98,14 @@ class Need:
             f"more than memory_budget={self.budget:,}: about {kept} of {self.parts} graphs are kept and the rest "
             f"rebuilt for every product, which makes a product on them 1.7 times as long. Remedies: memory_budget="
             f"{self.basis + self.factors + self.graphs:,}; a smaller Subsets(batch_size=...), so that more of them fit "
-            f"one by one; a smaller Subsets(fraction=...); {'; '.join(self._smaller())}."
+            f"one by one; a smaller Subsets(fraction=...); {'; '.join(self.smaller())}."
         )
 
     def _and_factors(self) -> str:
         return f", the factors of preconditioner='kronecker' up to {self.factors:,}" if self.factors else ""
 
-    def _smaller(self) -> list[str]:
-        """Ways to less, with what each takes and costs."""
+    def smaller(self) -> list[str]:
+        """Return ways to need less memory, each with its size and cost."""
         kept = self.storage.dtype or self.dtype
         ways = ["preconditioner='fisher', which has no factors"] if self.factors else []
         if self.device.type != "cpu" and self.storage.device is None:
@@ -133,9 +133,9 @@ class Need:
 
 
 def at_hand(device: torch.device) -> int | None:
-    """Bytes of memory that are free, as far as the system tells."""
+    """Return the bytes of free memory, or None if the system does not tell."""
     if device.type == "cuda":
-        idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # what torch keeps for later
+        idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # cached by torch
         return int(torch.cuda.mem_get_info(device)[0]) + idle
     if device.type == "cpu":
         try:
@@ -147,7 +147,7 @@ def at_hand(device: torch.device) -> int | None:
 
 
 def share(available: int) -> int:
-    """The part of what is at hand that a step may take."""
+    """Return the part of the free memory that a step may take."""
     return int(_SHARE * available)
 
 

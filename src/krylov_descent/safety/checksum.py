@@ -1,7 +1,7 @@
-"""A ``state_dict`` that shows when it was damaged or is another's: version, owner and checksum go with it.
+"""Version, owner and checksum of a ``state_dict``, to detect a damaged one or another optimizer's.
 
-``torch.load`` does not check what it reads: a flipped bit in a file loads as another number. A state without the entry
-that is added here is taken as it is, for those who change one on purpose.
+``torch.load`` does not verify contents: a flipped bit in a file loads as another number. A state without this entry is
+accepted unverified, so that it can be edited on purpose.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ VERSION = 1
 
 
 def raw_bytes(x: Tensor) -> Any:
-    """The memory of a contiguous tensor on the CPU; without numpy, which torch does not need."""
+    """Return the memory of a contiguous CPU tensor, without numpy, which torch does not require."""
     return (ctypes.c_ubyte * x.nbytes).from_address(x.data_ptr()) if x.nbytes else b""
 
 
 def checksum(value: Any, crc: int = 0) -> int:
-    """CRC-32 of nested mappings, sequences, tensors and plain values; of other objects, their type counts alone.
+    """Return the CRC-32 of nested mappings, sequences, tensors and plain values; other objects count by type alone.
 
     Raises:
         ValueError: a tensor would take more memory than it holds.
@@ -37,7 +37,7 @@ def checksum(value: Any, crc: int = 0) -> int:
     """
     if isinstance(value, Tensor):
         part = value.to_local() if is_sharded(value) else value
-        if part.nbytes > part.untyped_storage().nbytes():  # the same numbers again and again: few bytes of a file
+        if part.nbytes > part.untyped_storage().nbytes():  # an expanded tensor: a small file, a huge copy
             raise ValueError(f"A tensor of shape {[*part.shape]} has fewer numbers than that. Load another state.")
         x = part.detach().cpu().contiguous()
         crc = zlib.crc32(f"{x.dtype}{[*x.shape]}".encode(), crc)
@@ -54,17 +54,17 @@ def checksum(value: Any, crc: int = 0) -> int:
     return zlib.crc32((repr(value) if plain else type(value).__name__).encode(), crc)
 
 
-def sealed(state_dict: dict[str, Any], owner: str) -> dict[str, Any]:
-    """A state_dict with the entry that ``require_sound`` looks at."""
+def with_checksum(state_dict: dict[str, Any], owner: str) -> dict[str, Any]:
+    """Return the state_dict with the entry that ``require_intact`` verifies."""
     contents = {key: value for key, value in state_dict.items() if key != KEY}
     return {**contents, KEY: {"version": VERSION, "optimizer": owner, "crc32": checksum(contents)}}
 
 
-def require_sound(state_dict: Any, owner: str, groups: Sequence[Mapping[str, Any]]) -> None:
-    """A state_dict must be whole, of this optimizer, and of parameters of these shapes.
+def require_intact(state_dict: Any, owner: str, groups: Sequence[Mapping[str, Any]]) -> None:
+    """Require an undamaged state_dict of this optimizer, for parameters of these shapes.
 
     Raises:
-        ValueError: it is not; says what to do.
+        ValueError: it is damaged or another's; the message has a remedy.
     """
     if not isinstance(state_dict, Mapping) or not isinstance(state_dict.get("state"), Mapping):
         raise ValueError(
@@ -76,7 +76,7 @@ def require_sound(state_dict: Any, owner: str, groups: Sequence[Mapping[str, Any
         _check_seal(state_dict, seal, owner)
     state = state_dict["state"]
     entries = [entry for entry in state.values() if isinstance(entry, Mapping)]
-    if len(entries) != len(state) or (state and not any(_natural(entry.get("iteration")) for entry in entries)):
+    if len(entries) != len(state) or (state and not any(map(_counts_iterations, entries))):
         raise ValueError(
             f"The state_dict is not one of {owner}: none of its entries counts iterations. Load one that {owner} "
             "saved, or begin anew with a new optimizer."
@@ -112,14 +112,18 @@ def _check_shapes(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, A
         raise ValueError("The state_dict has no list of param_groups. Give what optimizer.state_dict() returned.")
     here = [p for group in groups for p in group["params"]]
     there = [i for group in groups_of for i in group["params"]]
-    for i, p in zip(there, here, strict=False):  # other numbers of them are torch's to refuse
+    for i, p in zip(there, here, strict=False):  # torch refuses different numbers of parameters
         for key, value in state_dict["state"].get(i, {}).items():
-            # A rank's part of a vector of all parameters is compared when it is used, where the ranks are known.
-            if isinstance(value, Tensor) and not key.endswith("_part") and value.shape != p.shape:
+            if isinstance(value, Tensor) and value.shape != p.shape:
                 raise ValueError(
                     f"The state_dict is one of another model: {key} of parameter {i} has the shape {[*value.shape]}, "
                     f"and the parameter {[*p.shape]}. Build the model as it was when it was saved."
                 )
+
+
+def _counts_iterations(entry: Mapping[str, Any]) -> bool:
+    numbers = entry.get("numbers", entry)
+    return isinstance(numbers, Mapping) and _natural(numbers.get("iteration"))
 
 
 def _natural(value: Any) -> bool:

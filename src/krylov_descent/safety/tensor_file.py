@@ -1,11 +1,11 @@
-"""A file of named tensors and one text, in the safetensors layout: written whole or not at all, and not trusted.
+"""A file of named tensors and one text, in the safetensors layout: written atomically, verified when read.
 
     8 bytes   the length of the header, little-endian
-    header    JSON: ``__metadata__`` with the text, and dtype, shape and place of each tensor; spaces, up to 8 bytes
-    numbers   of one tensor after the other, the widest first
+    header    JSON: ``__metadata__`` with the text, and dtype, shape and place of each tensor; spaces up to 8 bytes
+    data      the numbers of each tensor, the widest dtypes first
 
-safetensors checks that the header fits the file. A file is read only if ``write`` would make the same header of its
-contents: no key twice, nothing between the tensors, nothing after them.
+safetensors checks that the header fits the file. A file is read only if ``write`` would write the same header for its
+contents: no duplicate key, no gap between tensors, nothing after them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ try:
 except ImportError as missing:
     raise ImportError("Checkpoints need safetensors: pip install 'krylov-descent[checkpoint]'.") from missing
 
-#: Of the text, within ``__metadata__``; and its characters, at most.
+#: The key of the text in ``__metadata__``, and its largest length in characters.
 KEY, LIMIT = "krylov_descent", 1 << 20
 ANEW = "Copy the file again, or load another one."
 
@@ -43,16 +43,16 @@ CODES = {dtype: code for code, dtype in _DTYPES.items()}
 
 @contextmanager
 def replacing(path: Path) -> Iterator[IO[bytes]]:
-    """A new file to write to, which gets its name when it is complete and on the disk; the old one is there until then.
+    """Open a new file, which replaces ``path`` once it is complete and on the disk.
 
-    Its temporary name is always the same, so that what a killed process left behind is overwritten.
+    The temporary name is always the same, so that the remains of a killed process are overwritten.
     """
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         with open(temporary, "wb") as file:
             yield file
             file.flush()
-            os.fsync(file.fileno())  # otherwise a crash of the machine may leave the name with nothing behind it
+            os.fsync(file.fileno())  # else a crash of the machine may leave an empty file under the new name
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -65,9 +65,9 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
 
 
 def write(path: Path, tensors: Mapping[str, Tensor], text: str) -> None:
-    """Write contiguous tensors on the CPU, and an ASCII text.
+    """Write contiguous CPU tensors and an ASCII text.
 
-    safetensors' own writer leaves a temporary of a random name behind when it is killed.
+    safetensors' own writer leaves a temporary file of random name behind when it is killed.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as file:
@@ -80,8 +80,8 @@ class TensorFile:
     """An open file.
 
     Attributes:
-        declared: its tensors by name, on the device "meta": shapes and dtypes, of which nothing was read.
-        text: its text.
+        declared: the tensors by name, on the device "meta": shapes and dtypes without data.
+        text: the text.
     """
 
     def __init__(self, path: Path, file: Any) -> None:
@@ -99,13 +99,13 @@ class TensorFile:
                 raise ValueError(f"The header is not one that save writes. {ANEW}")
 
     def tensors(self) -> dict[str, Tensor]:
-        """Copies of all tensors: the file may change."""
+        """Return copies of all tensors, as the file may change."""
         return {name: self._file.get_tensor(name).clone() for name in self.declared}
 
 
 @contextmanager
 def reading(path: Path) -> Iterator[TensorFile]:
-    """Open a file; whatever is wrong with it, or is found wrong with its contents, is a ValueError that names it."""
+    """Open a file; any error in the file or its contents becomes a ValueError that names the file."""
     try:
         with safe_open(path, framework="pt") as file:
             yield TensorFile(path, file)
@@ -117,12 +117,12 @@ def reading(path: Path) -> Iterator[TensorFile]:
 
 
 def _order(tensors: Mapping[str, Tensor]) -> list[str]:
-    """The widest numbers first, so that all are aligned."""
+    """Return the names with the widest dtypes first, so that all tensors are aligned."""
     return sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
 
 
 def _head(tensors: Mapping[str, Tensor], text: str) -> bytes:
-    """All that comes before the numbers."""
+    """Return the bytes before the data: the header and its length."""
     header: dict[str, Any] = {"__metadata__": {KEY: text}}
     end = 0
     for name in _order(tensors):

@@ -1,21 +1,21 @@
-"""Sets that begin small and grow when other samples confirm too little of a step found on them.
+"""Sets that begin small and grow when held-out samples confirm too little of a step.
 
-Letters: g the gradient on A and d the step found there; g′ and H′ the gradient and the curvature on the next A and B,
-drawn without regard to d, where d has led.
+Letters: g the gradient on A and d the step found there; g′ and H′ the gradient and the curvature at the end of d, on
+the next A and B, which are drawn independently of d.
 
-A step begins with the slope gᵀd on its own samples. On others it began with g′ᵀd − dᵀH′d: the slope with which it ends,
-followed back by their curvature. The ratio of the two is the share of the direction that is no fit to A alone. H′ costs
-nothing, as d is the next step's d_prev; g′ᵀd is an inner product. (Own samples cannot tell: they are bent along d many
-times as much as others, d being made of their gradients.)
+At its start, a step has the slope gᵀd on its own samples and g′ᵀd − dᵀH′d on fresh ones: their slope at its end,
+extrapolated back by their curvature. The ratio of the two is the fraction of the step that generalises beyond A. H′
+costs nothing, as d is the next step's d_prev; g′ᵀd is one inner product. (The step's own samples cannot serve: their
+curvature along d is many times larger, as d is made of their gradients.)
 
-While the share is below one half, the noise of the gradient is larger than the gradient, in the metric of the step: a
-direction from twice the samples is about twice as good, so that larger sets cost nothing per sample, and save what a
-step costs beside them. Above it they would begin to cost, unless they are soon all samples: noise ends there. (At the
-minimum of a sum of squares every step undoes the noise of the last, and half of it is confirmed whatever the size.)
+While the ratio is below one half, the gradient's noise exceeds the gradient, in the metric of the step: twice the
+samples give a direction about twice as good, so that larger sets cost nothing per sample and save the fixed cost of
+steps. Above one half they would cost more, unless they soon hold all samples, where noise ends. (At the minimum of a
+sum of squares every step undoes the noise of the last, and the ratio is one half for any size.)
 
-B and C are parts of A, and C is what the quadratic model is tried on. Where the loss falls there by less than half of
-what the model promised, it bends otherwise than the model says, or C has another slope than A: twice the samples are of
-help against both. (Curvature that B shares with C is not judged by this.)
+B and C are parts of A, and the quadratic model is tested on C. If the loss on C falls by less than half of the
+prediction, either its curvature differs from the model's or its slope differs from A's: twice the samples help against
+both. (Curvature that B and C share is not tested.)
 """
 
 from __future__ import annotations
@@ -26,123 +26,160 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from torch import Tensor
+
+from krylov_descent.samples.interface import Choice, StepWatch
 from krylov_descent.samples.loading import Device
 from krylov_descent.samples.subsets import Draw, SampleSet, Subsets
 
-_FEWEST = 20  # steps before a mean is believed: one slope scatters as those of a few hundred samples do
-_SOME = 5  # steps before damping follows it
-_MEMORY = 0.95
-_MOST = 10.0  # times the usual damping
-_HELD = 0.5  # of a promised fall of the loss: with less, the model needs more samples
+_FEWEST = 20  # steps before the sets may grow: the slope of one step is noisy
+_SOME = 5  # steps before the damping follows the ratio
+_MEMORY = 0.95  # of the running means
+_MOST = 10.0  # largest damping factor
+_HELD = 0.5  # agreement below which B and C are doubled
 
 
 @dataclass(frozen=True)
-class Confirmation:
-    """Running means since the sets last grew, plain numbers that a state can hold.
+class HoldoutSlope:
+    """The mean slopes of recent steps on their own and on held-out samples, since the sets last grew.
 
     Attributes:
         slope: −gᵀd of the last step, not judged yet; 0 if there was none.
         expected: the mean of −gᵀd.
-        confirmed: the mean of what other samples say of it.
-        judged: steps in these means.
-        wanted: the share below which larger sets pay.
-        caution: how many times its usual damping a preconditioner should have.
+        holdout: the mean of dᵀH′d − g′ᵀd, the same slope on held-out samples.
+        judged: the number of steps in these means.
+        threshold: the ratio below which larger sets pay.
+        damping_factor: the factor of a preconditioner's usual damping.
     """
 
     slope: float = 0.0
     expected: float = 0.0
-    confirmed: float = 0.0
+    holdout: float = 0.0
     judged: float = 0.0
-    wanted: float = 0.5
-    caution: float = 1.0
+    threshold: float = 0.5
+    damping_factor: float = 1.0
 
-    def after(self, confirmed: float) -> Confirmation:
-        """With the last step judged: ``confirmed`` is dᵀH′d − g′ᵀd.
+    def after(self, holdout: float) -> HoldoutSlope:
+        """Judge the last step: ``holdout`` is dᵀH′d − g′ᵀd.
 
         Example:
-            >>> known = Confirmation(slope=2.0).after(0.5)
-            >>> known.slope, known.judged, known.share
+            >>> known = HoldoutSlope(slope=2.0).after(0.5)
+            >>> known.slope, known.judged, known.ratio
             (0.0, 1.0, 0.25)
         """
-        if not 0 < self.slope < math.inf or not math.isfinite(confirmed):
+        if not 0 < self.slope < math.inf or not math.isfinite(holdout):
             return replace(self, slope=0.0)
         judged = self.judged + 1
         e = min(_MEMORY, 1 - 1 / judged)
-        seen = max(-self.slope, min(self.slope, confirmed))  # a step far from the quadratic model counts no more
+        seen = max(-self.slope, min(self.slope, holdout))  # bounds the weight of a step far from the quadratic model
         new = replace(
             self,
             slope=0.0,
             expected=e * self.expected + (1 - e) * self.slope,
-            confirmed=e * self.confirmed + (1 - e) * seen,
+            holdout=e * self.holdout + (1 - e) * seen,
             judged=judged,
         )
-        return new if judged < _SOME else replace(new, caution=_caution(new.share))
+        return new if judged < _SOME else replace(new, damping_factor=_damping_factor(new.ratio))
 
     @property
-    def share(self) -> float:
-        """Of the expected slope that other samples confirm."""
-        return self.confirmed / self.expected if self.expected > 0 else 1.0
+    def ratio(self) -> float:
+        """The fraction of the expected slope that held-out samples confirm."""
+        return self.holdout / self.expected if self.expected > 0 else 1.0
 
     @property
-    def too_little(self) -> bool:
+    def too_low(self) -> bool:
         """Whether larger sets pay."""
-        return self.judged >= _FEWEST and self.share < self.wanted
+        return self.judged >= _FEWEST and self.ratio < self.threshold
 
 
-@dataclass(frozen=True)
-class Promise:
-    """What became of the quadratic model's promises, on sets that grow.
-
-    Attributes:
-        agreement: what the loss on C fell by at the model's minimum, of what was promised; of the last step.
-        doublings: of B and C, because that was too little at earlier ones.
-    """
-
-    agreement: float = 1.0
-    doublings: float = 0.0
-
-    @property
-    def broken(self) -> bool:
-        """Whether the model needs more samples."""
-        return self.agreement < _HELD
-
-
-def wanted(coverage: float) -> float:
-    """The share below which larger sets pay, where A is this part of all samples: one half of few, all of nearly all.
+def threshold(coverage: float) -> float:
+    """Return the ratio below which larger sets pay if A holds this fraction of all samples: from one half to one.
 
     Example:
-        >>> wanted(0.0), wanted(0.5)
+        >>> threshold(0.0), threshold(0.5)
         (0.5, 0.75)
     """
     return (1 + coverage) / 2
 
 
-def _caution(share: float) -> float:
-    """1 where half of a step is confirmed, more with less: noise is strongest in directions of little curvature."""
-    return _MOST if share <= 0 else min(_MOST, max(1.0, (0.5 / share) ** 2))
+def _damping_factor(ratio: float) -> float:
+    """Return 1 if half of a step is confirmed, and more below: noise is strongest in directions of little curvature."""
+    return _MOST if ratio <= 0 else min(_MOST, max(1.0, (0.5 / ratio) ** 2))
+
+
+@dataclass(frozen=True)
+class GrowingState:
+    """The state of growing sets.
+
+    Attributes:
+        growths: how often the sets grew by half.
+        doublings: how often B and C were doubled, because the quadratic model predicted too much.
+        agreement: the last step's ratio of actual to predicted decrease of the loss on C.
+        slope: the slopes of recent steps on held-out samples.
+    """
+
+    growths: int = 0
+    doublings: int = 0
+    agreement: float = 1.0
+    slope: HoldoutSlope = HoldoutSlope()
+
+
+class GrowthWatch(StepWatch):
+    """Observes how much of the last step fresh samples confirm, and whether the loss on C falls as predicted."""
+
+    def __init__(self, sets: Draw, state: GrowingState, last_step: Tensor | None) -> None:
+        super().__init__(state)
+        self.needs_gradient = not sets.covers_all
+        self._last = last_step if self.needs_gradient else None
+        self._slope_at_end = math.nan
+        known = replace(state.slope, threshold=threshold(sets.coverage)) if self.needs_gradient else HoldoutSlope()
+        self._slope = known
+        self.gradient_noise = known.damping_factor * (1 - sets.coverage)
+
+    def see_gradient(self, slope: Callable[[Tensor], float]) -> None:
+        """Compute the slope on the new A at the end of the last step."""
+        if self._last is not None:
+            self._slope_at_end = slope(self._last)
+
+    def see_curvature(self, curvature: Callable[[Tensor], float]) -> None:
+        """Compute the curvature on the new B along the last step, and judge the step."""
+        if self.needs_gradient:
+            along = math.nan if self._last is None else curvature(self._last)
+            self._slope = self._slope.after(along - self._slope_at_end)
+
+    def see_step(self, slope: Callable[[], float] | None, agreement: float) -> None:
+        """Keep the step's slope, to be judged on the next samples, and its agreement with the model."""
+        if self.needs_gradient and slope is not None:
+            self._slope = replace(self._slope, slope=-slope())
+        if not math.isnan(agreement):
+            self._state = replace(self._state, agreement=agreement)
+
+    def after(self) -> Any:
+        """Return the state with this step's evidence; the sizes stay."""
+        return replace(self._state, slope=self._slope)
 
 
 _FACTOR = 1.5  # of one growth
-_PART = 8  # C is an eighth of A: enough to tell whether a step holds there, while its slope is no less than noise
-_LEAST = 64  # samples in B and C, if A has as many, while the model does not promise too much
-_MOST_SAMPLES = 512  # samples in B: averages over steps, and few directions, need no more
+_PART = 8  # C is an eighth of A: enough to judge a step, while the slope on C is not below the noise
+_LEAST = 64  # first size of B and C, if A has as many samples
+_MOST_SAMPLES = 512  # largest size of B: averages over steps, and few directions, need no more
 
 
 class Growing(Subsets):
-    """Draws, at every step, a fresh set A, and parts of it as B and C: few samples at first, more when noise demands.
+    """Draws a fresh set A at every step, with B and C as parts of it; the sets are small at first and grow with noise.
 
-    For deep networks and much data, with ``KSD(model.parameters(), **DEEP)``. A step that was found on few samples is
-    in part a fit to these alone: what the next step's samples say of it tells. Where
-    on average they confirm less than half of it (more, the more of all samples is in A), the sets grow by half; at all
-    samples they stay. B and C, an eighth of A but no fewer than 64, are doubled, up to 512, when the loss on C falls by
-    less than half of what the quadratic model on B promised. No schedule, nothing to set. ``report.set_sizes`` has the
-    sizes, ``report.notes`` says why they changed. The sets depend on ``seed``, the iteration and the numbers of growths
-    and doublings, which the optimizer remembers.
+    It is meant for deep networks and much data, with ``KSD(model.parameters(), **DEEP)``. A step found on few samples
+    partly overfits them, which the next step's samples reveal. If these confirm on average less than half of a step
+    (the threshold rises to all of it as A approaches all samples), the sets grow by half, up to all samples. B and C,
+    an eighth of A but at least 64 samples, are doubled, up to 512, when the loss on C falls by less than half of the
+    quadratic model's prediction. There is no schedule to set. ``report.set_sizes`` has the sizes, ``report.notes`` the
+    reasons for changes. The sets depend on ``seed``, the iteration and the numbers of growths and doublings, which the
+    optimizer remembers.
 
     Args:
         data: as for ``Subsets``.
         batch_size: the largest number of samples in a micro-batch.
-        start: the samples of the first A; all of them where there are fewer.
+        start: the size of the first A, at most the number of samples.
         seed: any integer.
         collate_fn, num_workers, device: as for ``Subsets``.
 
@@ -179,8 +216,45 @@ class Growing(Subsets):
             data, batch_size=batch_size, seed=seed, collate_fn=collate_fn, num_workers=num_workers, device=device
         )
         if not isinstance(start, int) or isinstance(start, bool) or start < 1:
-            raise ValueError(f"start is {start!r}, not a whole number ≥ 1. Pass the samples of the first A, 500 say.")
+            raise ValueError(f"start is {start!r}, not a whole number ≥ 1. Pass the size of the first A, such as 500.")
         self._start = start
+
+    def init(self) -> Any:
+        """Return the state with sets of their first sizes."""
+        return GrowingState()
+
+    def choose(self, iteration: int, state: Any, *, krylov_dim: int, shard: int, of_shards: int) -> Choice:
+        """Choose the sets of one step, larger if recent steps demand it."""
+        cut = functools.partial(self.draw, iteration, krylov_dim=krylov_dim, shard=shard, of_shards=of_shards)
+        notes: tuple[str, ...] = ()
+        known = state.slope
+        if known.too_low:
+            fresh = HoldoutSlope(slope=known.slope, damping_factor=known.damping_factor)
+            state = replace(state, growths=state.growths + 1, slope=fresh)
+        sets = cut(search_growth=state.growths, model_growth=state.doublings)
+        if known.too_low:
+            notes = (
+                f"A now has {sets.sizes['A']} samples: fresh samples confirmed {known.ratio:.0%} of the slope of the "
+                f"last {known.judged:.0f} steps.",
+            )
+        if state.agreement >= _HELD:
+            return Choice(sets, state, notes)
+        for more in range(1, 4):  # one doubling may be below the present size
+            doublings = state.doublings + more
+            larger = cut(search_growth=state.growths, model_growth=doublings)
+            if larger.sizes["B"] > sets.sizes["B"]:
+                part = f"fell by {state.agreement:.0%} of" if state.agreement > 0 else "rose in place of"
+                note = f"B now has {larger.sizes['B']} samples: the loss on C {part} the predicted decrease."
+                return Choice(larger, replace(state, doublings=doublings, agreement=1.0), (*notes, note))
+        return Choice(sets, replace(state, agreement=1.0), notes)
+
+    def rolled_back(self, state: Any) -> Any:
+        """Grow all sets by half."""
+        return replace(state, growths=state.growths + 1)
+
+    def watch(self, sets: Any, state: Any, last_step: Tensor | None) -> StepWatch:
+        """Return an observer that judges the last step by the new samples."""
+        return GrowthWatch(sets, state, last_step)
 
     def __repr__(self) -> str:
         return f"Growing({self._size} samples, batch_size={self._batch_size}, start={self._start}, seed={self._seed})"
@@ -199,11 +273,11 @@ class Growing(Subsets):
 
         Args:
             iteration: the number of the step: the same number gives the same sets.
-            krylov_dim: has no influence here.
+            krylov_dim: not used.
             search_growth: how often the sets grew.
             model_growth: how often B and C were doubled.
-            shard: which shard of each set is wanted, from 0.
-            of_shards: into how many shards each set is cut.
+            shard: the index of the shard of each set, from 0.
+            of_shards: the number of shards of each set.
 
         Example:
             >>> import torch
@@ -225,6 +299,6 @@ class Growing(Subsets):
         doubled = min(size, _MOST_SAMPLES, _LEAST << min(model_growth, 8))
         c = cut(0, max(usual, doubled))
         b = c if c.size <= _MOST_SAMPLES else cut(0, _MOST_SAMPLES)
-        # The preconditioner's averages over steps have samples enough without the doublings.
+        # The preconditioner averages over steps, and needs no doublings.
         statistics = cut(0, usual) if usual < b.size else b
         return Draw(self._source, cut(0, size), b, c, statistics=statistics, grows=True)

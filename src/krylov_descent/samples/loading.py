@@ -14,13 +14,13 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 Device: TypeAlias = torch.device | str | int | None
 Indices: TypeAlias = range | Tensor
-PartsOf: TypeAlias = Callable[[int], Sequence[Indices]]  # chunk ↦ its indices, and those of parts of it
+PartsOf: TypeAlias = Callable[[int], Sequence[Indices]]  # chunk ↦ its indices, and the indices of its parts
 
 
 def source_of(
     data: Any, collate_fn: Callable[[list[Any]], Any] | None, num_workers: int, device: Device, seed: int
 ) -> tuple[Source, int]:
-    """Return what loads batches of the data, and the number of samples.
+    """Return a loader of batches of the data, and the number of samples.
 
     Raises:
         ValueError: the data cannot be indexed by sample.
@@ -34,7 +34,7 @@ def source_of(
 
 
 class TensorSource:
-    """Batches by indexing: views for ranges, copies for other indices."""
+    """Makes batches by indexing tensors: views for ranges, copies for other indices."""
 
     def __init__(self, tensors: Sequence[Tensor], single: bool, device: Device) -> None:
         self._tensors, self._single, self._device = tensors, single, device
@@ -53,11 +53,10 @@ class TensorSource:
 
 
 class DatasetSource:
-    """Batches by one DataLoader, whose workers serve every set of every step."""
+    """Makes batches by one DataLoader, whose workers serve every set of every step."""
 
     def __init__(self, batches: _Batches, num_workers: int, device: Device, seed: int) -> None:
-        # A tensor from a worker lies in shared memory and holds a file descriptor, of which a process has few
-        # enough that keeping B and C would exhaust them.
+        # A tensor from a worker lies in shared memory and holds a file descriptor; keeping B and C would exhaust them.
         self._placed = functools.partial(_placed, device=device, unshare=num_workers > 0)
         self._pending = _Pending()
         self._turn = 0
@@ -68,7 +67,7 @@ class DatasetSource:
             collate_fn=_unchanged,
             num_workers=num_workers,
             persistent_workers=num_workers > 0,
-            # Its own, since the loader draws a seed at each iteration: the global generator stays untouched.
+            # The loader draws a seed at each iteration; with its own generator the global one stays untouched.
             generator=torch.Generator("cpu").manual_seed(seed % 2**63),
         )
 
@@ -77,8 +76,8 @@ class DatasetSource:
         turn = 0
         for done in range(len(chunks)):
             if turn == 0 or turn != self._turn:
-                # Workers serve one iteration at a time, and starting another discards what they prefetched:
-                # an iteration that was interrupted starts again, at its own next chunk.
+                # Workers serve one iteration at a time, and starting another discards their prefetched batches:
+                # an interrupted iteration restarts at its own next chunk.
                 self._turn += 1
                 turn = self._turn
                 self._pending.restart = functools.partial(map, lambda i: _lists(parts_of(i)), chunks[done:])
@@ -133,7 +132,7 @@ def _placed(batch: Any, device: Device, unshare: bool = False) -> Any:
         tensor: Any = batch if device is None else batch.to(device)
         return tensor.clone() if unshare and tensor.device.type == "cpu" and tensor.is_shared() else tensor
     if isinstance(batch, MutableMapping):
-        placed = copy.copy(batch)  # keeps the class, and what else it holds
+        placed = copy.copy(batch)  # keeps the class and its attributes
         placed.update({name: _placed(value, device, unshare) for name, value in batch.items()})
         return placed
     if isinstance(batch, tuple | list):
@@ -143,7 +142,7 @@ def _placed(batch: Any, device: Device, unshare: bool = False) -> Any:
 
 
 def same_values(a: Any, b: Any) -> bool:
-    """Whether two batches hold the same numbers, as far as tensors, numbers and containers of them tell.
+    """Return whether two batches hold the same numbers, in tensors, numbers and containers of them.
 
     Example:
         >>> same_values({"x": torch.ones(2), "name": "a"}, {"x": torch.ones(2), "name": "b"})
@@ -164,7 +163,7 @@ def _tensors_of(data: Any) -> tuple[Tensor, ...] | None:
     """Return the tensors to be indexed directly, or None for a dataset."""
     if isinstance(data, Tensor):
         return (data,)
-    if type(data) is TensorDataset:  # a subclass may redefine what a sample is
+    if type(data) is TensorDataset:  # a subclass may redefine its samples
         return data.tensors
     # A list without any tensor may be a list of samples; a tuple stands for the columns of the data.
     if isinstance(data, tuple) or (isinstance(data, list) and any(isinstance(column, Tensor) for column in data)):

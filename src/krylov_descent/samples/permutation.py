@@ -70,7 +70,7 @@ def permute(positions: Tensor, n: int, *key: int) -> Tensor:
 
 
 def _number_of_rounds(a: int) -> int:
-    # How far a pair of values is from a uniform pair falls as a^(−rounds/2): this keeps it below 2⁻²⁰.
+    # The distance of a pair of values from a uniform pair falls as a^(−rounds/2): this keeps it below 2⁻²⁰.
     bits = a.bit_length() - 1  # ⌊log₂ a⌋, in integers so that no platform rounds it differently
     return max(_MINIMUM_ROUNDS, -(-40 // bits))
 

@@ -1,7 +1,7 @@
 """The sample sets of one step: A for the gradient, B for the curvature, C for the search.
 
-``SampleSet`` says which samples a set holds, cut into shards and micro-batches; ``Subsets`` draws the three sets;
-``StepSets`` is what the algorithm sees of them, and ``FullBatch`` its plainest form: everything, at once.
+``SampleSet`` holds the indices of a set, in shards and micro-batches; ``Subsets`` draws the three sets; ``Draw`` loads
+them.
 """
 
 from __future__ import annotations
@@ -9,39 +9,21 @@ from __future__ import annotations
 import dataclasses
 import functools
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 
+from krylov_descent.samples.interface import Choice, Microbatch, SamplePolicy
 from krylov_descent.samples.loading import Device, Indices, Source, same_values, source_of
 from krylov_descent.samples.permutation import permute
 
-
-@dataclasses.dataclass(frozen=True)
-class Microbatch:
-    """A part of a sample set small enough for one forward pass.
-
-    Attributes:
-        data: what the closure is called with.
-        samples: how many samples it holds; None if only the closure knows.
-        position: of its first sample in the set.
-
-    Example:
-        >>> import torch
-
-        >>> Microbatch(data=torch.zeros(3, 2), samples=3).samples
-        3
-    """
-
-    data: Any
-    samples: int | None
-    position: int = 0
+__all__ = ["Draw", "Microbatch", "Subsets"]
 
 
 @dataclasses.dataclass(frozen=True)
 class SampleSet:
-    """Positions [start, stop) of the permutation of ``key``, or of the natural order; one shard of them in chunks."""
+    """One shard of the positions [start, stop) in the permutation of ``key``, or in the natural order if it is None."""
 
     start: int
     stop: int
@@ -53,17 +35,17 @@ class SampleSet:
 
     @property
     def size(self) -> int:
-        """Samples in all shards."""
+        """The number of samples in all shards."""
         return self.stop - self.start
 
     def chunks(self) -> list[range]:
-        """Positions of each micro-batch; no shard is larger than another by over one."""
+        """Return the positions of each micro-batch; the sizes of shards differ by at most one."""
         positions = range(self.start, self.stop)
         i, j = (self.size * shard // self.of_shards for shard in (self.shard, self.shard + 1))
         return [positions[k : min(j, k + self.batch_size)] for k in range(i, j, self.batch_size)]
 
     def indices(self, positions: range) -> Indices:
-        """Of the samples at these positions."""
+        """Return the indices of the samples at these positions."""
         if self.key is None:
             return positions
         return permute(torch.arange(positions.start, positions.stop, device="cpu"), self.population, *self.key)
@@ -82,7 +64,7 @@ class Stream:
     def __iter__(self) -> Iterator[Microbatch]:
         sample_set = self.sample_set
         chunks = sample_set.chunks()
-        # The function must not hold the source, which keeps it: workers found in a reference cycle end late.
+        # The function must not refer to the source: workers in a reference cycle end late.
         batches = self.source.load(lambda i: (sample_set.indices(chunks[i]),), range(len(chunks)))
         for positions, (batch,) in zip(chunks, batches, strict=True):
             yield Microbatch(batch, len(positions), positions.start - sample_set.start)
@@ -90,42 +72,49 @@ class Stream:
 
 _PROBE_SAMPLES = 64
 _PARTS = 16
-_FEW = 8  # micro-batches of an A that is kept
+_FEW = 8  # most micro-batches of an A that is kept in memory
 _RANDOM_SAMPLES = (
-    "The data set is random: the same samples, loaded twice, have other values (random augmentation). A is loaded anew "
-    "at every pass, so that a step may be undone, or kept, by chance. Draw what is random once for each index "
+    "The data set is random: the same samples, loaded twice, have different values (random augmentation). A is loaded "
+    "anew at every pass, so that a step may be undone, or kept, by chance. Draw random numbers once for each index "
     "(torch.Generator().manual_seed(index) in __getitem__), or use rollback=False."
 )
 
 
-class Subsets:
-    """Draws, at every step, the sets A (gradient), B (curvature) and C (search) from one source of samples.
+@dataclasses.dataclass(frozen=True)
+class SubsetsState:
+    """The number of times that C was doubled."""
 
-    With N samples and a Krylov dimension K, B and C hold N/K samples each, or the share ``fraction``, and at
-    most half. They are disjoint from each other, not from A, and redrawn at every step. The sets depend on
-    ``seed`` and the iteration alone, so a new Subsets continues a resumed run.
+    search_growth: int = 0
 
-    Small data: without ``fraction`` and with N < 2K, a set of N/K would hold fewer than two samples, so A, B
-    and C are then all of the samples. A given ``fraction`` is always honoured, with B and C disjoint, unless
-    N = 1, when each set is the one sample.
 
-    With several ranks, the optimizer asks for its rank's share of the sets: as equal as can be, and together the same
-    sets as those of one process.
+class Subsets(SamplePolicy):
+    """Draws the sets A (gradient), B (curvature) and C (search) at every step.
 
-    Worker processes are started at the first use, kept for all later sets, and end when the Subsets and the
-    draws taken from it are garbage-collected.
+    With N samples and a Krylov dimension K, B and C hold N/K samples each, or the given ``fraction``, and at most
+    half. They are disjoint from each other, not from A, and redrawn at every step. The sets depend on ``seed`` and
+    the iteration alone, so a new Subsets continues a resumed run.
+
+    Small data: without ``fraction`` and with N < 2K, a set of N/K would hold fewer than two samples, so A, B and C
+    then hold all samples. A given ``fraction`` is always honoured, with B and C disjoint, unless N = 1, when each
+    set is the one sample.
+
+    With several ranks, each rank gets an equal share of the sets, up to one sample; together they are the sets of a
+    single process.
+
+    Worker processes start at the first use, serve all later sets, and end when the Subsets and its draws are
+    garbage-collected.
 
     Args:
         data: a tensor, a TensorDataset, or a tuple or list of tensors with equal first dimension, which are
             indexed directly and give a tensor or a tuple of tensors; or any map-style dataset, which is
             loaded by a DataLoader.
         batch_size: the largest number of samples in a micro-batch.
-        fraction: the share of the samples in B, and in C before growth; None for 1/K.
-        gradient_fraction: the share of the samples in A.
+        fraction: the fraction of the samples in B, and in C before growth; None for 1/K.
+        gradient_fraction: the fraction of the samples in A.
         seed: any integer.
-        collate_fn: makes a batch out of a list of samples; None for that of the DataLoader.
-        num_workers: the processes that load a dataset; tensors indexed directly need none.
-        device: where tensors in a batch are moved, also inside tuples, lists and mappings; None to leave
+        collate_fn: makes a batch out of a list of samples; None for the DataLoader's default.
+        num_workers: the number of processes that load a dataset; tensors need none.
+        device: the device of the tensors in a batch, also inside tuples, lists and mappings; None to leave
             them where they are. Other objects are left as they are.
 
     Raises:
@@ -180,6 +169,20 @@ class Subsets:
             f"gradient_fraction={self._gradient_fraction}, seed={self._seed})"
         )
 
+    def init(self) -> Any:
+        """Return the state with C at its first size."""
+        return SubsetsState()
+
+    def choose(self, iteration: int, state: Any, *, krylov_dim: int, shard: int, of_shards: int) -> Choice:
+        """Choose the sets of one step, with C doubled at each earlier rollback."""
+        growth = state.search_growth
+        sets = self.draw(iteration, krylov_dim=krylov_dim, search_growth=growth, shard=shard, of_shards=of_shards)
+        return Choice(sets, state)
+
+    def rolled_back(self, state: Any) -> Any:
+        """Double C, which was too small to judge the step."""
+        return SubsetsState(state.search_growth + 1)
+
     def draw(
         self,
         iteration: int,
@@ -194,9 +197,9 @@ class Subsets:
         Args:
             iteration: the number of the step: the same number gives the same sets.
             krylov_dim: K, the dimension of the subspace.
-            search_growth: how often C was doubled; it never reaches into B.
-            shard: which shard of each set is wanted, from 0.
-            of_shards: into how many shards each set is cut.
+            search_growth: how often C was doubled; C stays disjoint from B.
+            shard: the index of the shard of each set, from 0.
+            of_shards: the number of shards of each set.
 
         Returns:
             The sets, ready to be iterated.
@@ -220,14 +223,14 @@ class Subsets:
         if n == 1 or (self._fraction is None and n < 2 * krylov_dim):
             return Draw(self._source, everything, everything, everything)
 
-        # With K = 1 a share of 1/K would leave nothing for C.
+        # With K = 1 a fraction of 1/K would leave nothing for C.
         fraction = min(1 / krylov_dim, 0.5) if self._fraction is None else self._fraction
         size_b = max(1, round(fraction * n))
-        doublings = min(search_growth, n.bit_length())  # more than these cannot change the minimum below
+        doublings = min(search_growth, n.bit_length())  # more would not change the minimum below
         size_c = min(size_b << doublings, n - size_b)
         key = (self._seed, iteration)
         a = everything
-        if self._gradient_fraction < 1:  # of the same permutation, so that a large enough A contains B and C
+        if self._gradient_fraction < 1:  # in the same permutation, so that a large enough A contains B and C
             a = cut(0, max(1, round(self._gradient_fraction * n)), key=key)
         return Draw(self._source, a, cut(0, size_b, key=key), cut(size_b, size_b + size_c, key=key))
 
@@ -240,7 +243,7 @@ class Draw:
 
     Attributes:
         sizes: the number of samples in "A", "B" and "C".
-        grows: whether more samples are to be had when noise demands them.
+        grows: whether the sets grow when noise demands it.
 
     Example:
         >>> import torch
@@ -272,7 +275,7 @@ class Draw:
 
     @property
     def coverage(self) -> float:
-        """The part of all samples that is in A."""
+        """The fraction of all samples that is in A."""
         return self._a.size / self._a.population
 
     @property
@@ -289,7 +292,7 @@ class Draw:
     def a(self) -> Iterable[Microbatch]:
         """The micro-batches of A; every iteration loads them anew and may be interleaved with others.
 
-        One that grows is kept as long as the Draw while it is small: a step that is undone passes over it again.
+        A small A of growing sets is kept as long as the Draw, since a rollback iterates over it again.
         """
         few = self._a.size <= _FEW * self._a.batch_size
         return self._kept_a if self.grows and few else Stream(self._source, self._a)
@@ -300,7 +303,7 @@ class Draw:
 
     @property
     def a_in_parts(self) -> Iterable[Microbatch]:
-        """A in at least 16 micro-batches, samples permitting: enough to measure how a loss scatters over them."""
+        """A in at least 16 micro-batches if it has the samples, to estimate the variance of a loss."""
         size = min(self._a.batch_size, -(-self._a.size // _PARTS))
         return Stream(self._source, dataclasses.replace(self._a, batch_size=size))
 
@@ -311,19 +314,19 @@ class Draw:
 
     @functools.cached_property
     def statistics(self) -> Sequence[Microbatch]:
-        """The part of B whose statistics a preconditioner remembers, loaded at first use; all of it unless told."""
+        """The part of B from which a preconditioner takes its statistics, all of B by default; loaded at first use."""
         return self.b if self._statistics is self._b else list(Stream(self._source, self._statistics))
 
     @functools.cached_property
     def c(self) -> Sequence[Microbatch]:
-        """The micro-batches of C, loaded at first use; those of B where both are one set."""
+        """The micro-batches of C, loaded at first use; those of B if both are one set."""
         return self.b if self._c is self._b else list(Stream(self._source, self._c))
 
     @functools.cached_property
     def probe(self) -> tuple[Microbatch, Microbatch, Microbatch] | None:
         """The first samples of A, at most 64, as one batch and as its two halves; None for a single sample.
 
-        Loaded at first use, each sample once: random augmentation cannot tell the halves from the whole.
+        Each sample is loaded once, at first use, so that random augmentation is the same in the halves and the whole.
         """
         samples = min(_PROBE_SAMPLES, self._a.batch_size, self._a.size)
         indices = self._a.indices(range(self._a.start, self._a.start + samples))
@@ -339,7 +342,7 @@ class Draw:
         )
 
     def warn_if_random(self) -> None:
-        """Load two samples twice, if A is loaded at every pass."""
+        """Warn if two samples differ when loaded again, unless the sets grow."""
         if self.grows:
             return
         indices = self._a.indices(range(self._a.start, self._a.start + min(2, self._a.size)))
@@ -353,81 +356,3 @@ def _require_integer(name: str, value: object, least: int | None, remedy: str) -
         raise ValueError(f"{name} is {value!r}, not an integer. {remedy}")
     if least is not None and value < least:
         raise ValueError(f"{name} is {value}, but at least {least} is needed. {remedy}")
-
-
-__all__ = ["Draw", "Microbatch", "Subsets"]
-
-
-class StepSets(Protocol):
-    """A, B and C of one step; each may be passed over several times."""
-
-    @property
-    def sizes(self) -> Mapping[str, int]:
-        """Samples in "A", "B" and "C", as far as known."""
-        ...
-
-    @property
-    def a(self) -> Iterable[Microbatch]:
-        """The gradient's set."""
-        ...
-
-    @property
-    def a_in_parts(self) -> Iterable[Microbatch]:
-        """The same samples in enough parts to measure how a loss scatters over them."""
-        ...
-
-    @property
-    def b(self) -> Sequence[Microbatch]:
-        """The curvature's set."""
-        ...
-
-    @property
-    def statistics(self) -> Sequence[Microbatch]:
-        """The part of B, or all of it, whose statistics a preconditioner remembers."""
-        ...
-
-    @property
-    def c(self) -> Sequence[Microbatch]:
-        """The search's set."""
-        ...
-
-    @property
-    def probe(self) -> tuple[Microbatch, Microbatch, Microbatch] | None:
-        """A small batch and its two halves, or None where there is no such thing."""
-        ...
-
-    @property
-    def coverage(self) -> float:
-        """The part of all samples that is in A."""
-        ...
-
-    @property
-    def covers_all(self) -> bool:
-        """Whether A is all samples, so that losses on it compare from step to step."""
-        ...
-
-    @property
-    def searches_all(self) -> bool:
-        """Whether C is A, so that a step cannot raise the loss on A."""
-        ...
-
-    @property
-    def grows(self) -> bool:
-        """Whether the sets are few samples, and more are to be had when noise demands them."""
-        ...
-
-
-class FullBatch:
-    """A = B = C: whatever the closure evaluates, as with torch.optim.LBFGS."""
-
-    sizes: Mapping[str, int] = {}
-    b: Sequence[Microbatch] = (Microbatch(None, None),)
-    a = a_in_parts = statistics = c = b
-    probe = None
-    coverage = 1.0
-    covers_all = searches_all = True
-    grows = False
-
-    def draw(self, iteration: int, **_: object) -> FullBatch:
-        """The same at every step; each rank's closure evaluates that rank's samples."""
-        return self

@@ -1,7 +1,7 @@
-"""Parameters as one flat vector θ [P]: the only file that flattens and unflattens.
+"""Parameters as one flat vector θ [P]; only this file flattens and unflattens.
 
-Weight decay lives here too, since it is the one part of the objective that is a function of θ alone:
-½·c·‖θ‖² with a coefficient c per parameter group, in value, gradient and product alike.
+It also has the weight decay, the one part of the objective that is a function of θ alone: ½·c·‖θ‖² with a coefficient
+c per parameter group, in value, gradient and product alike.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class ParameterVector:
 
     def __init__(self, param_groups: Sequence[Mapping[str, Any]]) -> None:
         self.params: list[Tensor] = []
-        self.places: list[int] = []  # of these among all parameters, frozen ones included
+        self.places: list[int] = []  # their positions among all parameters, frozen ones included
         self._decay: list[float] = []  # c of each parameter
         passed = 0
         for group in param_groups:
@@ -46,13 +46,13 @@ class ParameterVector:
             )
 
     def flatten(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Tensors in the shapes of the parameters → one new vector [P]."""
+        """Return a new vector [P] of tensors in the shapes of the parameters."""
         parts = [local_part(t.detach(), p) for t, p in zip(tensors, self.params, strict=True)]
         return torch.cat([t.reshape(-1) for t in parts]).to(self.dtype)
 
     def joined(self, tensors: Sequence[Tensor]) -> Tensor:
-        """As ``flatten``, but the vector itself where they are what ``unflatten`` made of one: do not write."""
-        base = tensors[0]._base  # of DTensors, none
+        """Return ``flatten(tensors)``, or without a copy the vector that they are views of: read-only."""
+        base = tensors[0]._base  # None for DTensors
         if base is None or base.shape != (self.numel,) or base.dtype != self.dtype:
             return self.flatten(tensors)
         parts = zip(tensors, self.views(base), strict=True)
@@ -63,35 +63,35 @@ class ParameterVector:
         return self.flatten(tensors)
 
     def empty(self) -> Tensor:
-        """A vector [P] of anything."""
+        """Return an uninitialised vector [P]."""
         return torch.empty(self.numel, dtype=self.dtype, device=self.device)
 
     def zeros(self) -> Tensor:
-        """A vector [P] of zeros."""
+        """Return a vector [P] of zeros."""
         return torch.zeros(self.numel, dtype=self.dtype, device=self.device)
 
     def unflatten(self, x: Tensor) -> list[Tensor]:
-        """One vector [P] → views in the shapes of the parameters, in the parameters' dtype."""
+        """Return views of a vector [P] in the shapes of the parameters, in the parameters' dtype."""
         return [placed_as(part.to(p.dtype), p) for part, p in zip(self.views(x), self.params, strict=True)]
 
     def views(self, x: Tensor) -> list[Tensor]:
-        """One vector [P] → writable views in the shapes of the parameters, in the vector's dtype."""
+        """Return writable views of a vector [P] in the shapes of the parameters, in the vector's dtype."""
         return [part.view_as(p) for part, p in zip(torch.split(x, self.sizes), self.local, strict=True)]
 
     def first_unit(self) -> Tensor:
-        """e₁ [P]."""
+        """Return e₁ [P]."""
         e = self.zeros()
         if holds_first(self.params[0]):
             e[0] = 1.0
         return e
 
     def read(self) -> Tensor:
-        """A copy of θ."""
+        """Return a copy of θ."""
         return self.flatten(self.params)
 
     @torch.no_grad()
     def write(self, x: Tensor, direction: Tensor | None = None, alpha: float = 1.0) -> None:
-        """θ ← x, or x + alpha·direction, in place."""
+        """Set θ to x, or to x + alpha·direction, in place."""
         if direction is None:
             torch._foreach_copy_(self.local, self.views(x))
             return
@@ -102,12 +102,12 @@ class ParameterVector:
                 p.copy_(part.add(along, alpha=alpha))
 
     def rounded(self, x: Tensor) -> Tensor:
-        """x as the parameters could hold it: itself, unless they are of half precision."""
+        """Return x rounded to the parameters' dtype: x itself, unless they are of half precision."""
         return x.to(self.params[0].dtype).to(self.dtype)
 
     @contextmanager
     def frozen(self) -> Iterator[None]:
-        """No graph from the parameters, yet grad mode stays on: the closure may differentiate inside."""
+        """Exclude the parameters from graphs; grad mode stays on, so that the closure may differentiate inside."""
         try:
             for p in self.params:
                 p.requires_grad_(False)
@@ -118,7 +118,7 @@ class ParameterVector:
 
     @contextmanager
     def without_grads(self) -> Iterator[None]:
-        """Inside, ``.grad`` is None, so that a closure that calls backward adds to nothing that was there."""
+        """Set ``.grad`` to None inside, so that a closure that calls backward does not add to the user's gradients."""
         kept = [p.grad for p in self.params]
         try:
             for p in self.params:
@@ -130,7 +130,7 @@ class ParameterVector:
 
     @torch.no_grad()
     def decay_value(self) -> float:
-        """½ Σ c ‖θ‖² at the current parameters: in their dtype along rows, which is faster, then in float64."""
+        """Return ½ Σ c ‖θ‖²; the last dimension is summed in the vectors' dtype, for speed, the others in float64."""
         return sum(
             0.5 * c * float(whole(p.to(self.dtype).square().sum(-1).sum(dtype=torch.float64)))
             for c, p in zip(self._decay, self.params, strict=True)
@@ -139,7 +139,7 @@ class ParameterVector:
 
     @torch.no_grad()
     def add_decay(self, out: Tensor, start: int, x: Tensor | None = None) -> None:
-        """out += c∘x for the part of the vector that begins at ``start``: the decay's gradient (x = θ) or product."""
+        """Add c∘x to ``out``, a part of the vector from ``start`` on: the decay's gradient (x = θ) or product."""
         position = -start
         for c, p in zip(self._decay, self.local, strict=True):
             i, j = max(0, position), min(len(out), position + p.numel())
@@ -150,7 +150,7 @@ class ParameterVector:
 
     @torch.no_grad()
     def decay_slope(self, direction: Tensor) -> float:
-        """The decay's derivative Σ c θ·d along a direction [P]."""
+        """Return the decay's derivative Σ c θ·d along a direction d [P]."""
         return sum(
             c * float(whole((p.to(self.dtype) * d).sum(dtype=torch.float64)))
             for c, p, d in zip(self._decay, self.params, self.unflatten(direction), strict=True)
@@ -164,7 +164,7 @@ class ParameterVector:
 
 
 def check_uniform(params: Sequence[Tensor]) -> None:
-    """One real floating dtype and one device, or a ValueError."""
+    """Raise ValueError unless the parameters share one real floating-point dtype and one device."""
     if not params:
         raise ValueError(
             "KSD has no parameter to train: every parameter given has requires_grad=False. "

@@ -1,4 +1,4 @@
-"""What ranks must have in common, and their state put together."""
+"""Checks that ranks agree, and the gathering of their states."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ _EXACT = 1 << 52  # whole numbers below it are exact in float64
 
 
 def require_same(comm: Comm, parameters: ParameterVector, numbers: Sequence[int]) -> None:
-    """All ranks must stand at the same point of the same run.
+    """Require all ranks to be at the same point of the same run.
 
     Raises:
-        ValueError: they do not; on all of them.
+        ValueError: they are not; raised on all ranks.
     """
     if comm.ranks == 1:
         return
     bits = 0
-    for p in parameters.local if not comm.as_parameters else ():  # those in parts differ
+    for p in parameters.local if not comm.as_parameters else ():  # ranks of a mesh have different parts
         bits += int(p.detach().contiguous().view(_BITS[p.element_size()]).sum(dtype=torch.int64))
     own = torch.tensor(
         [parameters.count, bits % _EXACT, *(n % _EXACT for n in numbers)], dtype=torch.float64, device="cpu"
@@ -38,16 +38,15 @@ def require_same(comm: Comm, parameters: ParameterVector, numbers: Sequence[int]
     raise ValueError(
         f"The ranks do not start from the same state: they differ in {', '.join(differ)}. Build the model from the "
         "same seed on every rank (torch.manual_seed) or broadcast it from rank 0, give KSD and Subsets the same "
-        "arguments, and load the same checkpoint everywhere. Subsets is given all samples on every rank, and hands "
-        "each its share."
+        "arguments, and load the same checkpoint everywhere. Give Subsets all samples on every rank; it divides them."
     )
 
 
 def require_plain(params: Sequence[Tensor]) -> None:
-    """The parameters must be plain tensors, not DTensors, for their state to be gathered.
+    """Require plain parameters, whose state can be gathered.
 
     Raises:
-        ValueError: some are spread over a mesh.
+        ValueError: some parameters are DTensors.
     """
     if any(map(is_sharded, params)):
         raise ValueError(
@@ -64,10 +63,10 @@ def gathered(
     vectors: Mapping[str, Tensor | None],
     factors: Mapping[str, Tensor],
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Whole vectors [P] and the factors of all ranks, in host memory of rank 0; nothing on other ranks. A collective.
+    """Return the whole vectors [P] and the factors of all ranks, in host memory of rank 0 only. A collective.
 
     Raises:
-        ValueError: the parameters are DTensors, or the ranks are not at the same step; on all of them.
+        ValueError: the parameters are DTensors, or the ranks are not at the same step; raised on all ranks.
     """
     require_plain(parameters.params)
     parts = {name: part for name, part in vectors.items() if part is not None}
@@ -82,7 +81,7 @@ def gathered(
         x = comm.all_gather(part, parameters.numel)
         if comm.rank == 0:
             whole[name] = x.cpu()
-    # A rank keeps those inverses that it uses: the first rank after 0 that has one sends it.
+    # Each rank keeps the inverses that it uses; the first rank after 0 that has one sends it.
     new = [name for name in factors if not any(name in other[2] for other in said[: comm.rank])]
     sent = gather(comm, {name: factors[name].cpu() for name in new} if comm.rank else {})
     if comm.rank:

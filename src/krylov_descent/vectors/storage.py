@@ -1,6 +1,6 @@
-"""The rows of V, stored in a dtype and on a device of their own, seen by the maths in the vectors' own.
+"""Storage of the basis V in any dtype and on any device; products are computed in those of the vectors.
 
-Letters: V [m, P] rows, x [P] a vector, c [m] coefficients; P stands for this rank's part of the parameters.
+Letters: V [m, P] rows, x [P] a vector, c [m] coefficients; P counts this rank's part of the parameters.
 """
 
 from __future__ import annotations
@@ -10,19 +10,18 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-_CHUNK = 1 << 21  # elements of V that are converted at a time
-_CACHED = 1 << 15  # columns of V that stay in the cache between two uses: best of 2^14 … 2^17 at 10 and 20 rows
+_CHUNK = 1 << 21  # elements of V converted at a time
+_CACHED = 1 << 15  # columns of V that fit the cache: best of 2^14 … 2^17 at 10 and 20 rows
 
 
-class Rows:
-    """V, in a buffer made once for ``capacity`` rows.
+class BasisStorage:
+    """The rows of V, in a buffer for ``capacity`` rows.
 
-    Stored as the vectors are, V is used where it lies. In another dtype or on another device it is converted in chunks,
-    so that no second V ever exists.
+    If its dtype or device differs from the vectors', V is converted in chunks, so that no second V ever exists.
 
     Attributes:
-        m: the rows so far.
-        dtype, device: of the vectors.
+        m: the number of rows in use.
+        dtype, device: those of the vectors.
     """
 
     def __init__(
@@ -39,11 +38,11 @@ class Rows:
         self.m = 0
 
     @classmethod
-    def of(cls, V: Tensor) -> Rows:
-        """Rows that are there already.
+    def of(cls, V: Tensor) -> BasisStorage:
+        """Return the rows of a tensor V, without a copy.
 
         Example:
-            >>> Rows.of(torch.eye(3)).dots(torch.arange(3.0))
+            >>> BasisStorage.of(torch.eye(3)).dots(torch.arange(3.0))
             tensor([0., 1., 2.])
         """
         rows = cls(0, V[0])
@@ -52,26 +51,26 @@ class Rows:
 
     @property
     def direct(self) -> bool:
-        """Whether V is stored as the vectors are."""
+        """Whether V has the dtype and device of the vectors."""
         return self._buffer.dtype == self.dtype and self._buffer.device == self.device
 
     def holds(self, capacity: int, like: Tensor) -> bool:
-        """Whether this buffer serves ``capacity`` vectors like this one."""
+        """Return whether this buffer fits ``capacity`` vectors like this one."""
         shape = (capacity, like.numel())
         return self._buffer.shape == shape and (self.dtype, self.device) == (like.dtype, like.device)
 
     def begin(self, u: Tensor) -> Tensor:
-        """A copy of u to be worked on in place; where V is direct, in the next row itself."""
+        """Return a copy of u to be modified in place; it is the next row itself if V is direct."""
         return self._buffer[self.m].copy_(u) if self.direct else u.clone()
 
     def stage(self, x: Tensor) -> Tensor:
-        """Put x where the next row will be; returns it as it is stored."""
+        """Store x as the next row, and return it as rounded by the storage."""
         if self.direct:
             return x
         return x.copy_(self._buffer[self.m].copy_(x))
 
     def dots(self, x: Tensor) -> Tensor:
-        """V x [m]."""
+        """Return V x [m]."""
         if self.direct:
             return self._buffer[: self.m] @ x
         total = torch.zeros(self.m, dtype=self.dtype, device=self.device)
@@ -80,7 +79,7 @@ class Rows:
         return total
 
     def combine(self, c: Tensor) -> Tensor:
-        """Vᵀc [P]."""
+        """Return Vᵀc [P]."""
         if self.direct:
             return self._buffer[: self.m].T @ c
         d = torch.empty(self._buffer.shape[1], dtype=self.dtype, device=self.device)
@@ -89,7 +88,7 @@ class Rows:
         return d
 
     def subtract(self, c: Tensor, x: Tensor) -> None:
-        """x −= Vᵀc, in place."""
+        """Subtract Vᵀc from x, in place."""
         if self.direct:
             x.addmv_(self._buffer[: self.m].T, c, alpha=-1)
             return
@@ -97,14 +96,14 @@ class Rows:
             x[i:j].addmv_(part.T, c, alpha=-1)
 
     def sweep(self, c: Tensor, x: Tensor) -> Tensor:
-        """x −= Vᵀc, in place, and V x of what is left: each part of V is read once, and used again from the cache."""
+        """Subtract Vᵀc from x, in place, and return V x of the result; each part of V is read from memory once."""
         total = torch.zeros(self.m, dtype=self.dtype, device=self.device)
         for i, j, part in self._parts(_CACHED if self.direct else None):
             total.addmv_(part, x[i:j].addmv_(part.T, c, alpha=-1))
         return total
 
     def gram(self) -> Tensor:
-        """V Vᵀ [m, m]."""
+        """Return V Vᵀ [m, m]."""
         if self.direct:
             return self._buffer[: self.m] @ self._buffer[: self.m].T
         total = torch.zeros(self.m, self.m, dtype=self.dtype, device=self.device)
@@ -113,11 +112,11 @@ class Rows:
         return total
 
     def tensor(self) -> Tensor:
-        """All rows, in the vectors' dtype: a view where V is direct, otherwise a copy as large as V."""
+        """Return V in the vectors' dtype: a view if V is direct, otherwise a copy."""
         return self._buffer[: self.m].to(self.device, self.dtype)
 
     def _parts(self, step: int | None = None) -> Iterator[tuple[int, int, Tensor]]:
-        """Columns [i, j) of V, converted."""
+        """Yield i, j and the columns [i, j) of V, converted."""
         stop = self._buffer.shape[1]
         step = step or max(1, _CHUNK // max(1, self.m))
         for i in range(0, stop, step):

@@ -1,4 +1,4 @@
-"""Sums over micro-batches: of vectors with weights, and of numbers without rounding."""
+"""Sums over micro-batches: weighted sums of vectors, and sums of numbers rounded once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from krylov_descent.vectors.parameters import ParameterVector
 class WeightedSum:
     """Σ_b w_b x_b over micro-batches, x_b in the shapes of the parameters, as one vector [P].
 
-    It is kept in units of the first weight, so that the first term is a copy, and equal weights cost no product.
+    The sum is kept in units of the first weight, so that the first term is a copy and equal weights need no product.
     """
 
     def __init__(self, parameters: ParameterVector, out: Tensor | None = None) -> None:
@@ -25,7 +25,7 @@ class WeightedSum:
         self._unit = 0.0  # nothing added yet
 
     def add(self, tensors: Sequence[Tensor | None], weight: float) -> None:
-        """Add weight · tensors, with None for zeros."""
+        """Add weight · tensors, where None stands for zeros."""
         views = self._parameters.views(self._total)
         params = self._parameters.params
         pairs = [
@@ -44,31 +44,31 @@ class WeightedSum:
                 out.zero_()
 
     def dot(self, x: Tensor, comm: Comm) -> float:
-        """The sum's inner product with a vector [P]: a term for ``comm.total``."""
+        """Return the sum's inner product with a vector [P], a term for ``comm.total``."""
         return self._unit * float(comm.dot(self._total, x)) if self._unit else 0.0
 
     def times(self, scale: float) -> Tensor:
-        """The sum times ``scale``; ends the use of this object."""
+        """Return the sum times ``scale``; this object must not be used afterwards."""
         total, unit = self._end()
         return total if unit * scale == 1 else total.mul_(unit * scale)
 
     def over_ranks(self, comm: Comm, scale: float, out: Tensor | None = None) -> Tensor:
-        """The sum over all ranks times ``scale``, of which this one keeps its part [P_local]; ends the use of this."""
+        """Return this rank's part [P_local] of ``scale`` times the sum over all ranks; not to be used afterwards."""
         total, unit = self._end()
-        if comm.ranks > 1 and unit != 1:  # ranks have units of their own
+        if comm.ranks > 1 and unit != 1:  # units differ between ranks
             total, unit = total.mul_(unit), 1.0
         part = comm.reduce_scatter(total, out)
         return part if scale * unit == 1 else part.mul_(scale * unit)
 
     def _end(self) -> tuple[Tensor, float]:
-        """A vector, no longer kept here, and what it has to be multiplied with to be the sum."""
+        """Release the vector, and return it with the factor that makes it the sum."""
         total = self._total
         del self._total
         return (total, self._unit) if self._unit else (total.zero_(), 1.0)
 
 
 def exact_sum(values: Iterable[float]) -> float:
-    """Σ, rounded once; of numbers that are not finite, or too large together, what addition gives: fsum would raise.
+    """Return the sum, rounded once; ordinary addition if it overflows or a number is not finite, where fsum raises.
 
     Example:
         >>> exact_sum([1e16, 1.0, -1e16]), exact_sum([math.inf, -math.inf])

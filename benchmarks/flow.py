@@ -1,0 +1,261 @@
+"""Seconds and peak memory of a step of ``GaussNewtonFlow(rows=m)`` against n and m, each point in its own process.
+
+Letters: n parameters, m rows that the sketch has (some more than were asked for, where a small term is given its
+share), J [m, n] the sketch, K = JJᵀ [m, m].
+
+Seconds are those of the processor, with one thread: they do not run while others have the core. A step is cut into
+parts, each without those inside it; its candidates are counted as if ``CANDIDATES`` had been looked at, since their
+number depends on the problem and not on its size. Memory is resident at the peak, above that of a step with one row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.growth import RETURNING, exponent, peak_bytes
+
+CANDIDATES = 3  # what a step looks at whose length stays as it is
+N_SIZES = (1_000, 3_000, 10_000, 30_000, 100_000)
+M_SIZES = (100, 200, 400, 800, 1_600)
+ROWS, PARAMETERS = 400, 8_000  # of the sweeps over n and over m
+POINTS, MORE_POINTS, BOUNDARY = 1_500, 3_000, 200  # more where up to 1,600 rows are drawn
+PARTS = ("gradient", "rows", "QR of J", "QR with λ", "steps", "candidates")
+_COLOURS = ("#56B4E9", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#999999")
+_MARKERS = "sD^v*X"
+
+
+def poisson(n: int, points: int) -> tuple[nn.Module, Callable[[], tuple[Tensor, tuple[Tensor, Tensor]]]]:
+    """Poisson's equation in the unit square by a tanh network of three hidden layers and about n parameters, float64.
+
+    Its residuals are inside and on the boundary; the loss is the sum of their mean squares.
+    """
+    width = max(1, round((math.sqrt(36 + 8 * (n - 1)) - 6) / 4))  # n = 2w² + 6w + 1
+    torch.manual_seed(0)
+    layers: list[nn.Module] = []
+    for inputs in (2, width, width):
+        layers += [nn.Linear(inputs, width), nn.Tanh()]
+    model = nn.Sequential(*layers, nn.Linear(width, 1)).double()
+    inside = torch.rand(points, 2, dtype=torch.float64)
+    edge = torch.rand(BOUNDARY, 2, dtype=torch.float64)
+    edge[torch.arange(BOUNDARY), torch.arange(BOUNDARY) % 2] = (torch.arange(BOUNDARY) // 2 % 2).double()
+    source = -2 * math.pi**2 * torch.sin(math.pi * inside).prod(1)
+
+    def closure() -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        at = inside.detach().requires_grad_(True)
+        (du,) = torch.autograd.grad(model(at).sum(), at, create_graph=True)
+        second = [torch.autograd.grad(du[:, i].sum(), at, create_graph=True)[0][:, i] for i in range(2)]
+        terms = second[0] + second[1] - source, model(edge)[:, 0]
+        return terms[0].square().mean() + terms[1].square().mean(), terms
+
+    return model, closure
+
+
+class Parts:
+    """Seconds of the processor by part, each without the parts inside it; and the rows of the last sketch."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self.rows = 0
+        self._inside = [0.0]  # of each part under way, what is not its own
+
+    def timed(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        """The same function, on the clock."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self._inside.append(0.0)
+            start = time.process_time()
+            result = original(*args, **kwargs)
+            whole = time.process_time() - start
+            self.seconds[name] = self.seconds.get(name, 0.0) + whole - self._inside.pop()
+            self._inside[-1] += whole
+            if name == "rows":
+                self.rows = len(result.rho)
+            return result
+
+        return call
+
+
+@contextlib.contextmanager
+def parts_of_steps() -> Iterator[Parts]:
+    """The parts of every step inside."""
+    from krylov_descent.flow.factored import Factored
+    from krylov_descent.flow.sketch import Sketcher
+    from krylov_descent.flow.step import Flow
+    from krylov_descent.objective.objective import Objective
+
+    parts = Parts()
+    with contextlib.ExitStack() as stack:
+        for owner, attribute, name in (
+            (Objective, "value_and_gradient", "gradient"),
+            (Sketcher, "draw", "rows"),
+            (Factored, "__init__", "QR of J"),
+            (Factored, "_inverse", "QR with λ"),
+            (Flow, "__init__", "steps"),
+            (Flow, "descend", "candidates"),
+        ):
+            original = getattr(owner, attribute)
+            stack.callback(setattr, owner, attribute, original)
+            setattr(owner, attribute, parts.timed(name, original))
+        yield parts
+
+
+def one(n: int, rows: int, points: int, steps: int) -> dict[str, Any]:
+    """Medians over steps, after two that have checks of their own."""
+    from krylov_descent import GaussNewtonFlow
+
+    model, closure = poisson(n, points)
+    optimizer = GaussNewtonFlow(model.parameters(), rows=rows)
+    found: list[dict[str, float]] = []
+    evaluations = []
+    for step in range(2 + steps):
+        with parts_of_steps() as parts:
+            start = time.process_time()
+            report = optimizer.step(closure)
+            whole = time.process_time() - start
+        if step < 2:
+            continue
+        evaluations.append(report.inner_evaluations)
+        other = whole - sum(parts.seconds.values())
+        parts.seconds["candidates"] *= CANDIDATES / report.inner_evaluations
+        found.append({**parts.seconds, "other": other, "seconds": sum(parts.seconds.values()) + other})
+    return {
+        "n": sum(p.numel() for p in model.parameters()),
+        "m": parts.rows,
+        "points": points,
+        **{name: statistics.median(each[name] for each in found) for name in found[0]},
+        "evaluations": statistics.median(evaluations),
+    }
+
+
+def memory_of_one(n: int, rows: int, points: int) -> dict[str, int]:
+    """The peak of a step above that of one with a row for each term, which comes first."""
+    from krylov_descent import GaussNewtonFlow
+
+    model, closure = poisson(n, points)
+    peaks = []
+    for asked in (1, rows):
+        optimizer = GaussNewtonFlow(model.parameters(), rows=asked)
+        optimizer.step(closure)
+        with parts_of_steps() as parts:
+            optimizer.step(closure)  # by now there is a previous one
+        peaks.append(peak_bytes())
+    n = sum(p.numel() for p in model.parameters())
+    return {"n": n, "m": parts.rows, "mn": n * parts.rows, "bytes": peaks[1] - peaks[0]}
+
+
+def point(**arguments: int) -> dict[str, Any]:
+    """``one`` in a new process; without ``steps`` ``memory_of_one``, where freed blocks are given back at once."""
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.flow", *(f"--{name}={value}" for name, value in arguments.items())],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=Path(__file__).parent.parent,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **({} if "steps" in arguments else RETURNING)},
+    )
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def copies(points: Sequence[Mapping[str, float]]) -> float:
+    """Float64 numbers for each of J's: the slope of memory over m·n."""
+    return statistics.linear_regression([p["mn"] for p in points], [p["bytes"] for p in points]).slope / 8
+
+
+def measure(*, quick: bool) -> dict[str, Any]:
+    """Both sweeps, memory at the same sizes, and what was fitted."""
+    n_sizes, m_sizes = (N_SIZES[:3], M_SIZES[:3]) if quick else (N_SIZES, M_SIZES)
+    steps = 3 if quick else 5
+    by_n = [point(n=n, rows=ROWS, points=POINTS, steps=steps) for n in n_sizes]
+    by_m = [point(n=PARAMETERS, rows=m, points=MORE_POINTS, steps=steps) for m in m_sizes]
+    memory = {
+        "n": [point(n=n, rows=ROWS, points=POINTS) for n in n_sizes],
+        "m": [point(n=PARAMETERS, rows=m, points=MORE_POINTS) for m in m_sizes],
+    }
+    return {
+        "n": by_n,
+        "m": by_m,
+        "memory": memory,
+        "exponents": {
+            f"{name} over {x}{said}": exponent(points[start:], x, name)
+            for x, points in (("n", by_n), ("m", by_m))
+            for said, start in (("", 0), (", from the third", 2))
+            for name in ("seconds", *PARTS)
+            if len(points[start:]) > 1
+        },
+        "copies of J": {x: copies(points) for x, points in memory.items()},
+    }
+
+
+def plot(found: Mapping[str, Any], folder: Path) -> None:
+    """Draw ``flow-cost.png``, three panels: seconds by part over m and over n, and memory over m·n."""
+    from experiments.common.figures import save
+    from experiments.common.style import number_ticks
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(13, 4.2), layout="constrained")
+    axes = figure.subplots(1, 3)
+    for axis, x, label, guides in (
+        (axes[0], "m", "rows m", (("QR of J", 2), ("QR with λ", 3))),
+        (axes[1], "n", "parameters n", (("QR of J", 1),)),
+    ):
+        points = found[x]
+        xs = [p[x] for p in points]
+        axis.loglog(xs, [p["seconds"] for p in points], "o-", color="#1f6f8b", linewidth=2, label="whole step")
+        for name, colour, marker in zip(PARTS, _COLOURS, _MARKERS, strict=True):
+            axis.loglog(xs, [p[name] for p in points], marker=marker, color=colour, linewidth=1.2, label=name)
+        for name, slope in guides:
+            last = points[-1][name]
+            axis.loglog(xs, [last * (each / xs[-1]) ** slope for each in xs], ":", color="#888888")
+            low = last * (xs[0] / xs[-1]) ** slope
+            beside = {"xytext": (4, -9), "textcoords": "offset points"}
+            axis.annotate(f"slope {slope}", (xs[0], low), color="#666666", fontsize=8, **beside)
+        fixed = "n" if x == "m" else "m"
+        title = f"{fixed} = {points[0][fixed]:,}; exponent of the step {found['exponents'][f'seconds over {x}']:.2f}"
+        axis.set(xlabel=label, ylabel="processor seconds a step", title=title)
+        number_ticks(axis.xaxis, xs[0], xs[-1])
+    axes[0].legend(frameon=False, fontsize="small")
+    for x, colour, marker in (("m", "#1f6f8b", "o"), ("n", "#D55E00", "D")):
+        points = found["memory"][x]
+        xs, ys = [8 * p["mn"] / 1e6 for p in points], [p["bytes"] / 1e6 for p in points]
+        said = f"over {x}: {found['copies of J'][x]:.1f} · m·n numbers"
+        axes[2].loglog(xs, ys, marker=marker, linestyle="-", color=colour, label=said)
+    ends = [8 * p["mn"] / 1e6 for points in found["memory"].values() for p in points]
+    number_ticks(axes[2].xaxis, min(ends), max(ends))
+    axes[2].loglog([min(ends), max(ends)], [min(ends), max(ends)], ":", color="#888888", label="J alone")
+    axes[2].set(xlabel="m·n numbers of float64, MB", ylabel="peak above a step of one row, MB", title="resident memory")
+    axes[2].legend(frameon=False, loc="upper left", fontsize="small")
+    for axis in axes:
+        axis.grid(visible=True, which="major", alpha=0.3)
+    save(figure, folder / "flow-cost")
+
+
+def main() -> None:
+    """One point, as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    for name in ("n", "rows", "points"):
+        parser.add_argument(f"--{name}", type=int, required=True)
+    parser.add_argument("--steps", type=int, help="to be timed; without, memory is measured")
+    arguments = vars(parser.parse_args())
+    torch.set_num_threads(1)
+    steps = arguments.pop("steps")
+    found = memory_of_one(**arguments) if steps is None else one(**arguments, steps=steps)
+    sys.stdout.write(json.dumps(found) + "\n")
+
+
+if __name__ == "__main__":
+    main()

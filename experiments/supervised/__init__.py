@@ -1,0 +1,1 @@
+"""Networks trained on samples: problems and methods of the paper's study and of that of deep networks."""

@@ -1,0 +1,336 @@
+"""The pictures: the loss, the time by phase, the Ritz values, the coefficients, and all of them on one page."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+from krylov_descent.plot import records as of
+from krylov_descent.plot import style
+from krylov_descent.plot.records import Record, Report, records_of, steps
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+By: TypeAlias = Literal["step", "seconds", "gradients"]
+
+_XLABEL = {"step": "step", "seconds": "seconds in steps", "gradients": "gradients of one sample"}
+_RUN = "krylov-descent run"  # marks the lines of runs among those of axes
+_FEW = 40  # steps whose points are marked
+_ROUNDING = 1e-12  # of the largest Ritz value of a step: what is smaller is rounding
+_DECADES = 6  # of the colour scale at most: what is smaller than that beside the largest looks the same
+
+
+def convergence(
+    reports: Iterable[Report], ax: Axes | None = None, *, by: By = "step", label: str | None = None
+) -> Axes:
+    """The loss on A before each step; logarithmic where it is positive.
+
+    With sets, faint lines show what each search did to the loss on its own set C. Crosses mark steps that began by
+    undoing the one before; triangles at the top, losses that are not finite. Called again with the same axes, it adds
+    another run in another colour.
+
+    Args:
+        reports: ``StepReport``s, or dicts as of ``read``.
+        ax: where to draw; a new figure without.
+        by: what is counted to the right: steps, seconds, or gradients of one sample.
+        label: of this run, for the legend.
+
+    Example:
+        >>> import torch
+        >>> from krylov_descent import KSD, plot
+        >>> w = torch.nn.Parameter(torch.tensor([3.0, -2.0]))
+        >>> optimizer = KSD([w], krylov_dim=1)
+        >>> reports = [optimizer.step(lambda: ((w**4).mean(), w)) for _ in range(4)]
+        >>> ax = plot.convergence(reports, by="gradients")
+        >>> ax.get_yscale()
+        'log'
+    """
+    if by not in _XLABEL:
+        raise ValueError(f"by={by!r}: must be one of {', '.join(_XLABEL)}.")
+    records = records_of(reports)
+    ax = style.axes_of(ax)
+    earlier = [line for line in ax.get_lines() if line.get_gid() == _RUN]
+    colour = style.COLOURS[len(earlier) % len(style.COLOURS)]
+    places, losses = _places(records, by), of.column(records, "loss")
+    marker: dict[str, Any] = {"marker": "o", "markersize": 4} if len(records) <= _FEW else {}
+    ax.plot(places[:-1], losses, color=colour, linewidth=1.8, label=label, gid=_RUN, zorder=3, **marker)
+    if of.has_search_set(records):
+        _searches(ax, records, places, colour)
+    _undone(ax, [(x, y) for x, y, back in zip(places, losses, of.undone(records), strict=False) if back])
+    _at_edge(ax, [x for x, y in zip(places, losses, strict=False) if not math.isfinite(y)], "v", 0.98, "not finite")
+    _value_scale(ax)
+    name = "loss on A" if any("A" in (record.get("set_sizes") or {}) for record in records) else "loss"
+    style.frame(ax, f"L{name[1:]} before each step{'' if earlier else _from_to(losses)}", _XLABEL[by], name)
+    if by == "step":
+        style.whole_steps(ax)
+    style.legend(ax)
+    return ax
+
+
+def phases(reports: Iterable[Report], ax: Axes | None = None) -> Axes:
+    """Seconds of each step, stacked by phase; the legend has the share of each in the whole.
+
+    Example:
+        >>> import torch
+        >>> from krylov_descent import KSD, plot
+        >>> w = torch.nn.Parameter(torch.tensor([3.0, -2.0]))
+        >>> ax = plot.phases([KSD([w]).step(lambda: (w.square().mean(), w))])
+        >>> [label.split()[0] for label in ax.get_legend_handles_labels()[1]]
+        ['gradient', 'basis', 'search']
+    """
+    records = records_of(reports)
+    ax = style.axes_of(ax)
+    laps = of.seconds(records)
+    total = math.fsum(itertools.chain(*laps.values()))
+    style.frame(ax, f"Time of each step by phase: {total:.3g} s in all", "step", "seconds")
+    if not total > 0:
+        style.nothing(ax, "these reports have no times")
+        return ax
+    borders, floor = of.edges(steps(records)), [0.0] * len(records)
+    for number, (name, values) in enumerate(laps.items()):
+        top = [a + b for a, b in zip(floor, values, strict=True)]
+        share = 100 * math.fsum(values) / total
+        words = f"{name} {share:.0f} %"
+        colour = style.PHASES[number % len(style.PHASES)]
+        ax.stairs(top, borders, baseline=floor, fill=True, color=colour, label=words, linewidth=0)
+        floor = top
+    ax.set_xlim(borders[0], borders[-1])
+    ax.set_ylim(0, 1.2 * max(floor))  # room for the legend
+    style.whole_steps(ax)
+    style.legend(ax, loc="upper center", ncols=len(laps))
+    return ax
+
+
+def ritz(reports: Iterable[Report], ax: Axes | None = None) -> Axes:
+    """The Ritz values of each step: the curvature that the gradient sees, not the spectrum of the whole matrix.
+
+    They are the eigenvalues of the curvature within the step's basis: the Krylov space of the gradient
+    (preconditioned, if there is a preconditioner) and the previous step, or steps. Directions in which the gradient
+    has no part do not appear. Negative ones, which the Hessian has, are shown by their size with a mark of their own.
+    Values below 1e-12 of the step's largest are rounding, and are left out.
+
+    Example:
+        >>> import torch
+        >>> from krylov_descent import KSD, plot
+        >>> w = torch.nn.Parameter(torch.tensor([3.0, -2.0]))
+        >>> report = KSD([w], curvature="hessian").step(lambda: w[0] ** 2 - w[1] ** 2 + w[1] ** 4)
+        >>> ax = plot.ritz([report])
+        >>> ax.get_title()
+        "Ritz values: the curvature in the gradient's Krylov space"
+    """
+    records = records_of(reports)
+    ax = style.axes_of(ax)
+    style.frame(
+        ax,
+        "Ritz values: the curvature in the gradient's Krylov space",
+        "step",
+        "Ritz value (gradient-weighted,\nnot the whole spectrum)",
+    )
+    dots = _dots(records)
+    if not dots:
+        style.nothing(ax, "these reports have no Ritz values")
+        return ax
+    size = 4.0 if len(records) <= _FEW else 3.0 if len(records) <= 4 * _FEW else 2.0
+    for sign, marker, colour, word in ((1, "o", style.BLUE, "positive"), (-1, "x", style.ORANGE, "negative: its size")):
+        some = [(x, abs(value)) for x, value in dots if value * sign > 0]
+        if some:
+            xs, ys = zip(*some, strict=True)
+            ax.plot(
+                xs,
+                ys,
+                linestyle="none",
+                marker=marker,
+                color=colour,
+                markersize=size if sign > 0 else size + 2.0,
+                markeredgewidth=0 if sign > 0 else 1.2,
+                alpha=0.75,
+                label=word,
+                rasterized=len(dots) > 2000,  # vector files stay small
+            )
+    ax.set_yscale("log")
+    style.log_ticks(ax.yaxis, [abs(value) for _, value in dots])
+    style.whole_steps(ax)
+    if any(value < 0 for _, value in dots):
+        style.legend(ax)
+    return ax
+
+
+def coefficients(reports: Iterable[Report], ax: Axes | None = None) -> Axes:
+    """The size of the coefficients that made each step, a row for each basis vector.
+
+    Rows are the Krylov vectors in the order in which they were built, then the previous step (its part that is
+    orthogonal to them), and those before it where there are some. The basis is orthonormal, so a coefficient is the
+    length of the step along that vector. Cells are blank where a step had no such vector, or did not move along it.
+
+    Example:
+        >>> import torch
+        >>> from krylov_descent import KSD, plot
+        >>> w = torch.nn.Parameter(torch.tensor([3.0, -2.0, 1.0]))
+        >>> optimizer = KSD([w], krylov_dim=2)
+        >>> reports = [optimizer.step(lambda: ((w**4).mean(), w)) for _ in range(3)]
+        >>> ax = plot.coefficients(reports)
+        >>> [label.get_text() for label in ax.get_yticklabels()]
+        ['1', '2', 'previous']
+    """
+    records = records_of(reports)
+    ax = style.axes_of(ax)
+    from matplotlib.colors import LogNorm
+
+    style.frame(ax, "Size of each step along the vectors of its basis", "step", "basis vector", grid=False)
+    table = _table(records)
+    sizes = [x for row in table for x in row if x > 0]
+    if not sizes:
+        style.nothing(ax, "these reports have no coefficients")
+        return ax
+    K = _krylov_dim(records)
+    previous = len(table) - K
+    top = max(sizes)
+    bottom = max(min(sizes), top * 10.0**-_DECADES)
+    # Cells that are as large as the smallest one shown, and no larger, still need a scale that has some length.
+    norm = LogNorm(bottom if bottom < top else top / 10, top, clip=True)
+    borders = of.edges(steps(records))
+    rows = [k - 0.5 for k in range(1, len(table) + 2)]
+    mesh = ax.pcolormesh(borders, rows, table, norm=norm, cmap=style.MAP, rasterized=True)
+    ax.set_facecolor(style.BLANK)
+    ax.axhline(K + 0.5, color="#FFFFFF", linewidth=2.0)
+    ax.set_xlim(borders[0], borders[-1])
+    ax.set_ylim(len(table) + 0.5, 0.5)
+    shown = _ticks(K)
+    names = ["previous", *(f"… {k} before" for k in range(1, previous))]
+    ax.set_yticks([*shown, *range(K + 1, len(table) + 1)], [*map(str, shown), *names])
+    style.whole_steps(ax)
+    bar = ax.figure.colorbar(mesh, ax=ax, pad=0.02, extend="min" if min(sizes) < bottom else "neither")
+    bar.set_label("|coefficient|", fontsize=9)
+    bar.ax.tick_params(labelsize=8.5)
+    return ax
+
+
+def overview(reports: Iterable[Report]) -> Figure:
+    """Loss, time, Ritz values and coefficients of a run, two by two, in a new figure of pyplot's.
+
+    Example:
+        >>> import torch
+        >>> from krylov_descent import KSD, plot
+        >>> w = torch.nn.Parameter(torch.tensor([3.0, -2.0]))
+        >>> optimizer = KSD([w], krylov_dim=1)
+        >>> figure = plot.overview([optimizer.step(lambda: ((w**4).mean(), w)) for _ in range(4)])
+        >>> figure.get_suptitle()[:7]
+        '4 steps'
+    """
+    records = records_of(reports)
+    figure: Figure
+    figure, ((a, b), (c, d)) = style.pyplot().subplots(2, 2, figsize=(11.5, 7.6), layout="constrained")
+    convergence(records, a)
+    phases(records, b)
+    ritz(records, c)
+    coefficients(records, d)
+    back = sum(of.undone(records))
+    words = [
+        f"{len(records)} step{'s' if len(records) > 1 else ''}",
+        f"{math.fsum(of.cost(records, 'seconds')):.3g} s",
+        f"{math.fsum(of.cost(records, 'gradients')):,.0f} gradients of one sample",
+        *([f"{back} undone"] if back else []),
+    ]
+    figure.suptitle(" · ".join(words), fontsize=11)
+    return figure
+
+
+def _places(records: Sequence[Record], by: By) -> list[float]:
+    """Where each step begins on the horizontal axis, and where the last one ends."""
+    if by == "step":
+        found = steps(records)
+        return [*found, found[-1] + 1]
+    return list(itertools.accumulate(of.cost(records, by), initial=0.0))
+
+
+def _searches(ax: Axes, records: Sequence[Record], places: Sequence[float], colour: str) -> None:
+    """From the loss on C before a search to that after it, a line for each step, faint."""
+    before, after = of.column(records, "search_loss_before"), of.column(records, "search_loss_after")
+    xs = [x for a, b in itertools.pairwise(places) for x in (a, b, math.nan)]
+    ys = [y for a, b in zip(before, after, strict=True) for y in (a, b, math.nan)]
+    words = _once(ax, "search: loss on C, before → after")
+    ax.plot(xs, ys, color=colour, linewidth=1.0, alpha=0.35, label=words, zorder=2)
+
+
+def _undone(ax: Axes, places: Sequence[tuple[float, float]]) -> None:
+    """Crosses on the line; where they are many, marks at the bottom, which do not hide it."""
+    words = "previous step undone"
+    if len(places) > _FEW:
+        _at_edge(ax, [x for x, _ in places], "|", 0.02, words)
+    elif places:
+        xs, ys = zip(*places, strict=True)
+        ax.plot(xs, ys, "x", color="#000000", markersize=7, markeredgewidth=1.5, label=_once(ax, words), zorder=4)
+
+
+def _at_edge(ax: Axes, xs: Sequence[float], marker: str, height: float, words: str) -> None:
+    """Marks at a height of the picture, whatever the scale of losses."""
+    if xs:
+        place = ax.get_xaxis_transform()
+        look: dict[str, Any] = {"color": "#000000", "markersize": 6, "label": _once(ax, words)}
+        ax.plot(xs, [height] * len(xs), linestyle="none", marker=marker, transform=place, **look)
+
+
+def _once(ax: Axes, words: str) -> str | None:
+    """A label, unless the legend has it already."""
+    return None if words in ax.get_legend_handles_labels()[1] else words
+
+
+def _value_scale(ax: Axes) -> None:
+    """Logarithmic if every loss of every run is positive."""
+    values = [float(y) for line in ax.get_lines() if line.get_gid() == _RUN for y in _floats(line.get_ydata())]
+    finite = [y for y in values if math.isfinite(y)]
+    if finite and min(finite) > 0:
+        ax.set_yscale("log")
+        style.log_ticks(ax.yaxis, finite)
+    else:
+        ax.set_yscale("linear")
+
+
+def _floats(data: object) -> list[float]:
+    assert isinstance(data, Iterable)
+    return [float(y) for y in data]
+
+
+def _from_to(losses: Sequence[float]) -> str:
+    finite = [loss for loss in losses if math.isfinite(loss)]
+    return f": {finite[0]:.3g} → {finite[-1]:.3g}" if len(finite) > 1 else ""
+
+
+def _dots(records: Sequence[Record]) -> list[tuple[float, float]]:
+    """(step, Ritz value), without what is not finite or rounding."""
+    dots = []
+    for x, record in zip(steps(records), records, strict=True):
+        values = [value for value in of.numbers(record, "ritz_values") if math.isfinite(value)]
+        least = _ROUNDING * max(map(abs, values), default=0.0)
+        dots += [(x, value) for value in values if abs(value) > least]
+    return dots
+
+
+def _table(records: Sequence[Record]) -> list[list[float]]:
+    """Rows 1 … K and those of previous steps, a column for each step; NaN where there is nothing to show."""
+    K = _krylov_dim(records)
+    own = [int(record.get("krylov_dim") or 0) for record in records]
+    found = [of.numbers(record, "coefficients") for record in records]
+    previous = max(1, *(len(cs) - k for cs, k in zip(found, own, strict=True)))
+    table = [[math.nan] * len(records) for _ in range(K + previous)]
+    for i, cs in enumerate(found):
+        for k, c in enumerate(cs):
+            if math.isfinite(c) and c != 0:
+                table[k if k < own[i] else K + k - own[i]][i] = abs(c)
+    return table
+
+
+def _krylov_dim(records: Sequence[Record]) -> int:
+    return max(int(record.get("krylov_dim") or 0) for record in records)
+
+
+def _ticks(K: int) -> list[int]:
+    """Some of 1 … K: all if few, else 1 and multiples of a round number that leave room for the row below."""
+    if K <= 10:
+        return list(range(1, K + 1))
+    every = next(step for step in (5, 10, 20, 50, 100, 200, 500, 1000, K) if K / step <= 8)
+    return [1, *range(every, K + 1, every)]

@@ -1,0 +1,34 @@
+"""Inner products and norms of vectors distributed over the ranks [P_local]."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from krylov_descent.distributed import Comm
+
+
+def dot(x: Tensor, y: Tensor, comm: Comm) -> float:
+    """Return x·y."""
+    return float(comm.sum(x @ y))
+
+
+def length(x: Tensor, comm: Comm) -> float:
+    """Return ‖x‖ without overflow or underflow; not finite if x is not.
+
+    Example:
+        >>> from krylov_descent.distributed import SingleProcess
+        >>> length(torch.tensor([3e300, 4e300], dtype=torch.float64), SingleProcess())
+        5e+300
+    """
+    info = torch.finfo(x.dtype)
+    square = float(comm.sum(x @ x))
+    if info.tiny / info.eps**2 < square < math.inf:
+        return math.sqrt(square)
+    # The squares overflow or vanish: scale by the largest element. Slow, and rare.
+    size = float(comm.max(torch.linalg.vector_norm(x, torch.inf) if len(x) else x.new_zeros(())))
+    if not 0 < size < math.inf:
+        return size
+    return size * math.sqrt(float(comm.sum((x / size).square().sum())))

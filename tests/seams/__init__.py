@@ -1,0 +1,1 @@
+"""Strategies of a user's own: each file adds one to KSD, and holds it to the same contract."""
