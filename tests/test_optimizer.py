@@ -276,7 +276,7 @@ def test_loss_alone_works_with_the_hessian_and_says_so() -> None:
     problem = problems.mlp(30)
     report = KSD(problem.params, curvature="hessian").step(lambda: problem.closure(problem.data)[0])
     assert report.preconditioner == "none"
-    assert any("no preconditioner" in note for note in report.notes)
+    assert any("No preconditioner" in note for note in report.notes)
 
 
 class Network:
