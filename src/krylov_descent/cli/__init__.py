@@ -10,10 +10,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command.
 
     Args:
-        arguments: of the command line; those of the process unless given.
+        arguments: the arguments of the command line; by default those of the process.
 
     Returns:
-        The exit status: 0 all is well; 1 a check or the training failed; 2 wrong usage; 130 interrupted.
+        The exit status: 0 success; 1 a check or the training failed; 2 wrong usage; 130 interrupted.
 
     Example:
         >>> main(["--version"])  # doctest: +ELLIPSIS

@@ -1,4 +1,4 @@
-"""Reads the command line, has the command done, and turns what went wrong into words and an exit status."""
+"""Parsing of the command line, dispatch of its commands, and exit statuses."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Command = (
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Do what the arguments say; returns the exit status."""
+    """Run the command of the arguments and return the exit status."""
     from krylov_descent import __version__
 
     if list(arguments) == ["--version"]:
@@ -34,11 +34,11 @@ def run(arguments: Sequence[str]) -> int:
             args=list(arguments),
             description=f"Krylov Subspace Descent for PyTorch, version {__version__} (--version prints it).",
         )
-    except SystemExit as end:  # tyro has told why
+    except SystemExit as end:  # tyro has printed the reason
         return end.code if isinstance(end.code, int) else 2
     try:
         if isinstance(command, Train):
-            from krylov_descent.cli.training import train_target  # a picture needs no optimizer
+            from krylov_descent.cli.training import train_target  # other commands need no optimizer
 
             return train_target(command)
         return _check(command) if isinstance(command, Check) else _plot(command)

@@ -1,4 +1,4 @@
-"""What can be asked for on the command line: one class for each command, one field for each option."""
+"""The commands and options of the command line: one class for each command, one field for each option."""
 
 from __future__ import annotations
 
@@ -25,35 +25,35 @@ class Check:
 
 @dataclasses.dataclass(frozen=True)
 class Train:
-    """Train until there is a reason to end; log, checkpoint and model are written to a directory.
+    """Train until a stopping criterion holds; write log, checkpoint and model to a directory.
 
-    Ctrl-C ends a run cleanly; --resume goes on with it as if it had never stopped.
+    Ctrl-C ends a run cleanly; --resume continues it as if it had never stopped.
     """
 
     target: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="TARGET")]]
     """module:function, found from the current directory; it returns (model, closure) or (model, closure, sets)."""
     out: Path = Path("ksd-run")
-    """Where log.jsonl, checkpoint.safetensors and model.pt go."""
+    """The directory for log.jsonl, checkpoint.safetensors and model.pt."""
     resume: bool = False
-    """Go on from the checkpoint in the directory; from the start if there is none."""
+    """Continue from the checkpoint in the directory; from the start if there is none."""
     max_steps: int | None = None
-    """End after so many steps, those before a resume included."""
+    """End after this number of steps, including those before a resume."""
     seconds: float | None = None
     """End after the step that passes this time."""
     patience: int = 20
-    """End after so many steps in a row without a better loss."""
+    """End after this number of steps in a row without a better loss."""
     gtol: float = 0.0
     """End when the gradient's norm is at most this."""
     method: Literal["ksd", "flow"] = "ksd"
-    """flow: GaussNewtonFlow, for physics-informed networks; the command check tells."""
+    """flow: GaussNewtonFlow, for physics-informed networks; the command check advises."""
     krylov_dim: int = 20
     """K, the Krylov vectors of a step; ksd only."""
     curvature: Literal["ggn", "hessian", "fisher"] = "ggn"
     """Gauss–Newton, the exact Hessian, or the empirical Fisher matrix; ksd only."""
     weight_decay: float = 0.0
-    """c of ½·c·‖θ‖², added to the loss."""
+    """c, for the term ½·c·‖θ‖² of the loss."""
     progress: bool = True
-    """Show a bar of the steps; a line for each where the output is no terminal."""
+    """Show a progress bar; one line for each step if the output is no terminal."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +61,6 @@ class Plot:
     """Draw the log of a run: loss, time by phase, curvature and coefficients."""
 
     log: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="LOG")]]
-    """log.jsonl of a run, or the directory that it is in."""
+    """The log.jsonl of a run, or its directory."""
     out: Path = Path("overview.png")
-    """The picture: .png, .pdf or .svg."""
+    """The file of the picture: .png, .pdf or .svg."""

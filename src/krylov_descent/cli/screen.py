@@ -1,4 +1,4 @@
-"""What the command line shows: results on standard output, complaints on standard error."""
+"""Output of the command line: results on standard output, errors on standard error."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import sys
 
 
 def say(text: str) -> None:
-    """One line or paragraph, at once; long lines are left to the terminal, so that they can be copied."""
+    """Print a line or paragraph and flush; long lines are not wrapped, so that they can be copied."""
     sys.stdout.write(f"{text}\n")
     sys.stdout.flush()
 
 
 def complain(what: str, remedy: str) -> None:
-    """What went wrong, and what to do."""
+    """Print an error and its remedy."""
     sys.stderr.write(f"Error: {what}\n→ {remedy}\n")

@@ -13,7 +13,7 @@ _SHAPE = "def make_problem():\n      ...\n      return model, closure  # or mode
 
 
 class UsageError(Exception):
-    """Something was asked for that cannot be done; the message says what and the remedy what instead."""
+    """An impossible request, with a remedy."""
 
     def __init__(self, what: str, remedy: str) -> None:
         super().__init__(what)
@@ -22,7 +22,7 @@ class UsageError(Exception):
 
 @dataclass(frozen=True, eq=False)
 class Target:
-    """What a user's function returned."""
+    """The values that a user's function returned."""
 
     model: Any
     closure: Callable[..., Any]

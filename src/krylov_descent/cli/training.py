@@ -1,4 +1,4 @@
-"""``krylov-descent train``."""
+"""The command ``krylov-descent train``."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from krylov_descent.run import EndReason, Run
 from krylov_descent.safety.tensor_file import replacing
 from krylov_descent.writers import JSONLWriter
 
-_SHARE = 0.05  # of a run's time that may go into checkpoints
+_SHARE = 0.05  # the largest part of a run's time for checkpoints
 
 
 def train_target(command: Train) -> int:
-    """Train a target and write what comes of it; returns the exit status."""
+    """Train a target, write its results, and return the exit status."""
     out = command.out
     path, log = out / "checkpoint.safetensors", out / "log.jsonl"
     if path.exists() and not command.resume:
@@ -76,11 +76,11 @@ def train_target(command: Train) -> int:
         say(f"Interrupted. {kept if checkpoints.saved else 'There is no checkpoint: no step was done.'}")
         return 130
     except Exception as error:
-        checkpoints.save()  # a step that fails leaves everything as it was before
+        checkpoints.save()  # a failed step has been undone
         complain(_told(error), f"krylov-descent check {command.target} looks for all causes.")
         return 1
     if run.steps == 0 and before > 0:
-        optimizer.settle(target.closure, target.sets)  # what the end of the run would have done
+        optimizer.settle(target.closure, target.sets)  # as at the end of a run
     else:
         checkpoints.save()
     with replacing(out / "model.pt") as file:
@@ -101,10 +101,10 @@ def _optimizer(command: Train, model: nn.Module) -> CurvatureOptimizer:
 
 
 class Checkpoints:
-    """The checkpoint of a run: saved after a step, unless that would take too much of the time.
+    """The checkpoint of a run, saved after steps for at most 5 % of the time.
 
     Attributes:
-        saved: the steps behind the checkpoint that is on disk.
+        saved: the number of steps before the checkpoint on disk.
     """
 
     def __init__(self, path: Path, model: nn.Module, optimizer: CurvatureOptimizer) -> None:
@@ -113,10 +113,10 @@ class Checkpoints:
         self._took, self._last = 0.0, 0.0
 
     def load(self) -> int:
-        """Go on from the checkpoint, if there is one; returns the steps that it has behind it.
+        """Load the checkpoint, if there is one, and return the number of steps before it.
 
         Raises:
-            UsageError: it is damaged, or not one of this run.
+            UsageError: it is damaged, or of another run.
         """
         anew = "Resume with the function and the options that began the run, or begin anew in another --out."
         try:
@@ -133,13 +133,13 @@ class Checkpoints:
         return self._steps
 
     def step_taken(self, *, last: bool) -> None:
-        """Save, if it is time."""
+        """Count a step, and save if it is time."""
         self._steps += 1
         if last or time.perf_counter() - self._last >= self._took / _SHARE:
             self.save()
 
     def save(self) -> None:
-        """Save, unless the present state is saved already."""
+        """Save, unless the current state is already saved."""
         if self.saved == self._steps:
             return
         start = time.perf_counter()
@@ -151,7 +151,7 @@ class Checkpoints:
 
 
 def _forget_after(log: Path, steps: int) -> None:
-    """Drop the lines of a log that were written after the checkpoint: those steps are taken again."""
+    """Drop the lines of a log after the checkpoint: those steps are taken again."""
     if not log.exists():
         return
     lines = log.read_text(encoding="utf-8").splitlines(keepends=True)
@@ -162,7 +162,7 @@ def _forget_after(log: Path, steps: int) -> None:
 
 
 def _iteration(line: str) -> float:
-    """Of a line; a line that was cut off is after everything."""
+    """Return the iteration of a line; infinity for a line that was cut off."""
     try:
         return float(json.loads(line)["iteration"])
     except (ValueError, KeyError, TypeError):
@@ -182,6 +182,6 @@ def _say_ended(run: Run, before: int, out: Path) -> None:
 
 
 def _told(error: Exception) -> str:
-    """The package's own errors are ValueErrors that say what to do; anything else came from the closure."""
+    """Return the message of an error: the package's own with its remedy, the closure's with its line."""
     where = raised_at(error)
     return f"{first_line(error)} ({where})" if where else str(error)
