@@ -30,13 +30,13 @@ from krylov_descent.optimizer import KSD
 from krylov_descent.report import StepReport
 from krylov_descent.run import NOTHING_FOUND, EndReason, in_vain
 
-os.environ.setdefault("DDE_BACKEND", "pytorch")  # DeepXDE chooses at its import, and would prefer another
+os.environ.setdefault("DDE_BACKEND", "pytorch")  # DeepXDE chooses at import, and prefers another
 
 import deepxde
 
 _VARIABLES = "external_trainable_variables"
-# Their residuals are of one point each. Operators, integrals and fractional derivatives mix points: then rows of a
-# sketch take a backward pass each.
+# Each residual depends on one point. Operators, integrals and fractional derivatives mix points, so that every row of a
+# sketch takes a backward pass.
 _ORDINARY = (deepxde.data.PDE, deepxde.data.TimePDE)
 _OF_KSD, _OF_FLOW = (set(inspect.signature(method).parameters) for method in (KSD, GaussNewtonFlow))
 
@@ -55,7 +55,7 @@ def compile_ksd(
 ) -> CurvatureOptimizer:
     """Configure a model for training with KSD or GaussNewtonFlow; then ``model.train(iterations=...)``.
 
-    Training ends early, with a warning that says why, when five steps in a row find nothing better.
+    Training ends early, with a warning, when five steps in a row find nothing better.
 
     Args:
         model: a ``dde.Model``.
@@ -63,21 +63,21 @@ def compile_ksd(
         metrics: as for ``model.compile``.
         loss_weights: as for ``model.compile``.
         external_trainable_variables: as for ``model.compile``. Unlike with DeepXDE's own optimizers, ``model.save``
-            keeps their values, and ``model.restore`` brings them back.
+            saves their values, and ``model.restore`` restores them.
         verbose: as for ``model.compile``.
-        method: ``KSD`` or ``GaussNewtonFlow``. None takes the one that has the other arguments, if only one has them
-            (``krylov_dim``: KSD; ``rows``: GaussNewtonFlow). Otherwise GaussNewtonFlow for the mean squared residuals
-            of a ``dde.data.PDE`` or ``TimePDE`` in float64, for up to 100,000 parameters, if its sketch fits in memory
-            (where only these speak against it, the log says so, if ``verbose``); and KSD elsewhere.
+        method: ``KSD`` or ``GaussNewtonFlow``. None chooses by the other arguments, if only one method takes them
+            (``krylov_dim``: KSD; ``rows``: GaussNewtonFlow). Otherwise it chooses GaussNewtonFlow for the mean squared
+            residuals of a ``dde.data.PDE`` or ``TimePDE`` in float64, for up to 100,000 parameters, if its sketch fits
+            in memory (if ``verbose``, the log says which of the last three fails), and KSD elsewhere.
             docs/integrations.md has figures.
-        on_report: called with the ``StepReport`` of each step: a writer of ``krylov_descent.writers``, or
+        on_report: a function called with the ``StepReport`` of each step: a writer of ``krylov_descent.writers``, or
             ``reports.append``.
-        **arguments: of the method. An "l2" regularisation of the network becomes its ``weight_decay``. ``krylov_dim``
-            is 50 unless given, as these networks are small and ill-conditioned: 14 seconds of one core end at a loss
-            of 1.5e-3 with K = 20, of 2.8e-6 with 50 (examples/deepxde_poisson.py --method ksd --krylov-dim).
+        **arguments: arguments of the method. An "l2" regularisation of the network becomes its ``weight_decay``.
+            ``krylov_dim`` is 50 by default, as these networks are small and ill-conditioned: 14 seconds of one core end
+            at a loss of 1.5e-3 with K = 20, of 2.8e-6 with 50 (examples/deepxde_poisson.py --method ksd --krylov-dim).
 
     Returns:
-        The optimizer, which is ``model.opt`` too.
+        The optimizer, also available as ``model.opt``.
 
     Raises:
         ValueError: the backend is not PyTorch, or the precision is mixed.
@@ -146,7 +146,7 @@ def compile_ksd(
 def _method(
     groups: Sequence[dict[str, Any]], arguments: dict[str, Any], *, ordinary: bool, says: bool
 ) -> type[CurvatureOptimizer]:
-    """The one to begin with; ``ordinary`` are means of squared residuals of one point each."""
+    """Return the method to begin with; ``ordinary`` if the loss has mean squared residuals of one point each."""
     if arguments.keys() & (_OF_KSD - _OF_FLOW):
         return KSD
     if arguments.keys() & (_OF_FLOW - _OF_KSD):
@@ -162,7 +162,7 @@ def _method(
 def _train_step(
     model: Any, optimizer: CurvatureOptimizer, residuals: Residuals, on_report: Callable[[StepReport], object]
 ) -> Callable[[Any, Any, Any], None]:
-    """What ``model.train`` calls at each iteration."""
+    """Return the function that ``model.train`` calls at each iteration."""
     nothing = 0
 
     def train_step(inputs: Any, targets: Any, auxiliary_vars: Any) -> None:
@@ -194,7 +194,7 @@ def _train_step(
 
 
 def _keep_values(optimizer: CurvatureOptimizer, variables: Sequence[Tensor]) -> None:
-    """Put the values of these into the optimizer's state: ``model.save`` writes the network and that, no more."""
+    """Put the variables' values into the optimizer's state: ``model.save`` writes only the network and that state."""
 
     def put(_: Any, state: dict[str, Any]) -> None:
         state[_VARIABLES] = [variable.detach().clone() for variable in variables]

@@ -38,8 +38,8 @@ class StepsLoader:
     """A training loader for ``KSDModule``: an epoch is ``steps`` steps on sets drawn from all samples.
 
     Args:
-        sets: what draws A, B and C.
-        steps: in an epoch. A step passes over all of A at least once, so that one step an epoch is the usual sense.
+        sets: the sampler of A, B and C.
+        steps: the number of steps in an epoch. A step passes over all of A at least once, so that 1 is the usual sense.
 
     Example:
         >>> import torch
@@ -66,31 +66,31 @@ class StepsLoader:
             yield self.sets
 
     def state_dict(self) -> dict[str, Any]:
-        """Empty, as the optimizer's state tells which sets to draw; with it Lightning can resume within an epoch."""
+        """Return {}: the optimizer's state determines the sets. Lightning needs it to resume within an epoch."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Nothing to load."""
+        """Do nothing."""
 
 
 class KSDModule(LightningModule):
-    """A LightningModule trained by KSD. Write ``loss_and_outputs``; all else has a default.
+    """A LightningModule trained by KSD. Define ``loss_and_outputs``; all other methods have defaults.
 
     - ``configure_optimizers`` returns ``KSD(self.parameters())``; override it to return another ``KSD(...)``, or
       ``GaussNewtonFlow(...)``.
-    - Logged at each step: ``train_loss``, the loss on A before the step, and ``ksd/...``, the step's numbers. Give the
+    - Each step logs ``train_loss``, the loss on A before the step, and ``ksd/...``, numbers of the step. Give the
       trainer ``log_every_n_steps=1``: steps are few. ``outputs["report"]`` in ``on_train_batch_end`` is the whole
       ``StepReport``.
-    - When training ends, the last step is judged as the next one would have, and undone if it raised the loss on A:
-      ``self.settlement``. Checkpoints are written before that.
+    - When training ends, the last step is rolled back if it raised the loss on A: ``self.settlement``. Checkpoints are
+      written before that.
     - Several processes (``Trainer(strategy="ddp")``): the ranks take each step together, each with its share of the
       samples. An overridden ``configure_optimizers`` passes ``process_group=self.process_group``. Checkpoints load on
       any number of ranks if they were written by several.
-    - Whoever overrides ``on_train_start``, ``on_train_end``, ``on_save_checkpoint`` or ``on_load_checkpoint`` calls
-      ``super()`` there.
+    - Overridden ``on_train_start``, ``on_train_end``, ``on_save_checkpoint`` or ``on_load_checkpoint`` must call
+      ``super()``.
 
     Attributes:
-        settlement: how the last training ended; None before, and for a full batch.
+        settlement: the outcome of the last training; None before, and for a full batch.
 
     Example:
         >>> import torch
@@ -119,28 +119,28 @@ class KSDModule(LightningModule):
     _loaded: Any = None
 
     def loss_and_outputs(self, batch: Any) -> Any:
-        """What KSD's closure returns: the mean loss of a batch, what it is convex in, and optionally its weight.
+        """Return the mean loss of a batch, the model outputs it was computed from, and optionally its weight.
 
-        It calls no ``backward``. The batch has gone through Lightning's transfer hooks.
+        Do not call ``backward``. The batch has gone through Lightning's transfer hooks.
         """
         raise NotImplementedError(
-            f"{type(self).__name__} has no loss_and_outputs(self, batch). Write it: it returns the mean loss and what "
-            "that is convex in, for example `return torch.nn.functional.cross_entropy(logits, y), logits`."
+            f"{type(self).__name__} has no loss_and_outputs(self, batch). Write it: it returns the mean loss and the "
+            "outputs it was computed from, for example `return torch.nn.functional.cross_entropy(logits, y), logits`."
         )
 
     def configure_optimizers(self) -> Any:
-        """``KSD`` with its defaults."""
+        """Return ``KSD`` with its defaults."""
         return KSD(self.parameters(), process_group=self.process_group)
 
     @property
     def process_group(self) -> ProcessGroup | None:
-        """All processes of the trainer, for ``KSD(process_group=...)``; None if there is one."""
+        """The group of all processes of the trainer, for ``KSD(process_group=...)``; None for a single process."""
         if not torch.distributed.is_available() or not torch.distributed.is_initialized():
             return None
         return torch.distributed.group.WORLD
 
     def training_step(self, batch: Any, batch_idx: int = 0) -> dict[str, Any]:
-        """One step of KSD."""
+        """Take one step of KSD."""
         optimizer = _ksd_of(self.trainer)
         sets = batch if hasattr(batch, "draw") else None
         if sets is None and self.trainer.num_training_batches > 1:
@@ -157,26 +157,26 @@ class KSDModule(LightningModule):
         return {"loss": torch.tensor(report.loss, dtype=torch.float64), "report": report}
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Nothing: the step is taken in ``training_step``."""
+        """Do nothing: ``training_step`` takes the step."""
 
     def optimizer_step(
         self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Callable[[], Any] | None = None
     ) -> None:
-        """Runs ``training_step``, within what Lightning counts as one optimizer step."""
+        """Run ``training_step``, as one optimizer step for Lightning."""
         assert optimizer_closure is not None
         optimizer_closure()
 
     def on_train_start(self) -> None:
-        """Take back what ranks saved together."""
+        """Load a state that several ranks saved."""
         super().on_train_start()
         if self._loaded is not None:
             optimizer = _ksd_of(self.trainer)
-            optimizer.state.clear()  # that of the rank which wrote the file
+            optimizer.state.clear()  # the state of the rank that wrote the file
             optimizer.load_whole_state(Parts(*self._loaded))
             self._loaded = None
 
     def on_train_end(self) -> None:
-        """Judge the last step."""
+        """Roll the last step back if it raised the loss."""
         super().on_train_end()
         if self._sets is not None:
             with evaluating(self):
@@ -184,14 +184,14 @@ class KSDModule(LightningModule):
             self._sets = None
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Put together what several ranks hold in parts; all ranks call this."""
+        """Gather the state of several ranks; a collective."""
         super().on_save_checkpoint(checkpoint)
         for optimizer in self.trainer.optimizers if "optimizer_states" in checkpoint else ():
             if isinstance(optimizer, CurvatureOptimizer) and optimizer.comm.ranks > 1:
                 checkpoint[_STATE_OF_RANKS] = tuple(optimizer.whole_state())  # plain: weights_only=True loads it
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Keep what ranks saved together until there is an optimizer to take it."""
+        """Keep a state that several ranks saved until there is an optimizer."""
         super().on_load_checkpoint(checkpoint)
         with suppress(RuntimeError):  # no trainer: load_from_checkpoint
             self._loaded = checkpoint.get(_STATE_OF_RANKS) if self.trainer.training else None
@@ -202,7 +202,7 @@ class KSDModule(LightningModule):
         return lambda microbatch: self.loss_and_outputs(self._transferred(microbatch))
 
     def _transferred(self, batch: Any) -> Any:
-        """As the loop does it with a batch of a DataLoader: dtype, device, and the user's hooks."""
+        """Return a batch after the loop's conversions: dtype, device, and the user's hooks."""
         batch = self.trainer.precision_plugin.convert_input(batch)
         batch = self.on_before_batch_transfer(batch, 0)
         return self.trainer.strategy.batch_to_device(batch)
@@ -213,10 +213,10 @@ class KSDModule(LightningModule):
 
 
 def _ksd_of(trainer: Trainer) -> CurvatureOptimizer:
-    """The optimizer, if the trainer leaves it what it needs.
+    """Return the optimizer, if the trainer's settings suit it.
 
     Raises:
-        ValueError: it does not, with what to change.
+        ValueError: a setting does not; the message has a remedy.
     """
     optimizers = trainer.optimizers
     if len(optimizers) != 1 or not isinstance(optimizers[0], CurvatureOptimizer):

@@ -38,7 +38,7 @@ from krylov_descent.report import StepReport
 
 _UNKNOWN = "unknown_parameters"
 _KSD: dict[str, Any] = {"krylov_dim": 50}  # these networks are small and ill-conditioned
-# Their weights follow the residuals from one evaluation to the next, so that no two are of the same function.
+# Their weights change with every evaluation, so that no two evaluations are of the same function.
 _MOVING = (
     AutoregressiveSingleModelSolver,
     CausalPhysicsInformedSingleModelSolver,
@@ -47,7 +47,7 @@ _MOVING = (
 
 
 class _Fitting(TorchOptimizer):  # type: ignore[misc]
-    """Chooses the method when parameters are of the dtype and on the device on which they are trained."""
+    """Chooses the method once the parameters have the dtype and device of training."""
 
     def __init__(self) -> None:
         super().__init__(GaussNewtonFlow)
@@ -63,9 +63,9 @@ class _Fitting(TorchOptimizer):  # type: ignore[misc]
 
 
 class KSDSolver(SingleModelSolver):  # type: ignore[misc]
-    """Makes a single-model solver of PINA train by KSD or GaussNewtonFlow; stands first among the bases.
+    """Mix-in that trains a single-model solver of PINA by KSD or GaussNewtonFlow; the first base class.
 
-    ``KSDPINN`` and ``KSDSupervisedSolver`` are made so. For another solver:
+    ``KSDPINN`` and ``KSDSupervisedSolver`` use it. For another solver:
     ``class KSDGradientPINN(KSDSolver, GradientPhysicsInformedSingleModelSolver): pass``.
 
     Args:
@@ -74,11 +74,11 @@ class KSDSolver(SingleModelSolver):  # type: ignore[misc]
         optimizer: ``TorchOptimizer(KSD, ...)`` or ``TorchOptimizer(GaussNewtonFlow, ...)``. The default is
             GaussNewtonFlow for the mean squared residuals of a ``KSDPINN`` in float64, for up to 100,000 parameters, if
             its sketch fits in memory, and KSD with K = 50 elsewhere. docs/integrations.md has figures.
-        **arguments: of the solver: ``weighting``, ``loss``, ...
+        **arguments: arguments of the solver: ``weighting``, ``loss``, ...
 
     Attributes:
-        on_report: called with the ``StepReport`` of each step, if set: a writer of ``krylov_descent.writers``, or
-            ``reports.append``.
+        on_report: a function called with the ``StepReport`` of each step, or None: a writer of
+            ``krylov_descent.writers``, or ``reports.append``.
 
     Raises:
         ValueError: the solver changes its weights with every evaluation.
@@ -108,14 +108,14 @@ class KSDSolver(SingleModelSolver):  # type: ignore[misc]
         super().__init__(problem, model, optimizer=optimizer, **arguments)
         self.automatic_optimization = False
         self.loss.register_forward_pre_hook(self._collect)
-        clamp = self._clamp_params  # PINA's, called within each evaluation; trial points are not its to move
+        clamp = self._clamp_params  # PINA calls it in each evaluation; it must not move trial points
         self._clamp_params = lambda: None if self._silent else clamp()
         for layer in self.model.modules():
             if type(layer).__module__.startswith("torch.nn.") and not any(layer.children()):
                 layer.register_forward_pre_hook(_without_labels)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """One step over all points; logs the losses after it, and the gradient's norm before it."""
+        """Take one step over all points; log the losses after it, and the gradient's norm before it."""
         optimizer = self.optimizers()
         if not isinstance(optimizer.optimizer, ClosureOptimizer):
             return self._plain_step(optimizer, batch, batch_idx)
@@ -131,24 +131,24 @@ class KSDSolver(SingleModelSolver):  # type: ignore[misc]
         return loss.detach()
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add the unknown parameters of an inverse problem, which belong to the problem and not to the solver."""
+        """Save the unknown parameters of an inverse problem, which belong to the problem, not to the solver."""
         super().on_save_checkpoint(checkpoint)
         if self._params:
             checkpoint[_UNKNOWN] = {name: p.detach().clone() for name, p in self._params.items()}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Bring them back."""
+        """Restore the unknown parameters."""
         super().on_load_checkpoint(checkpoint)
         for name, value in checkpoint.get(_UNKNOWN, {}).items():
             self._params[name].data.copy_(value)
 
     def log(self, *args: Any, **kwargs: Any) -> None:
-        """As Lightning's; what is evaluated within a step is not logged."""
+        """Log like Lightning, except during the evaluations of a step."""
         if not self._silent:
             super().log(*args, **kwargs)
 
     def _plain_step(self, optimizer: Any, batch: Any, batch_idx: int) -> Tensor:
-        """For the optimizer before a ``SwitchOptimizer``."""
+        """Take a step of the optimizer before a ``SwitchOptimizer``."""
         parent = super().training_step
 
         def closure() -> Tensor:
@@ -181,7 +181,7 @@ class KSDSolver(SingleModelSolver):  # type: ignore[misc]
 
     @contextmanager
     def _fixed_weights(self) -> Iterator[None]:
-        """The weights of the conditions stay as they are: PINA's schemes would follow every evaluation."""
+        """Freeze the weights of the conditions, which PINA's schemes would update in every evaluation."""
         weights = {
             name: w.detach() if isinstance(w, Tensor) else w for name, w in self.weighting.last_saved_weights().items()
         }
@@ -205,7 +205,7 @@ class KSDSolver(SingleModelSolver):  # type: ignore[misc]
 
 
 def _without_labels(_: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Before a layer of torch's: a step computes with what it is given, and labels do not survive that."""
+    """Remove PINA's labels from the inputs of a torch layer: they do not survive a step's operations."""
     return tuple(x.as_subclass(Tensor) if isinstance(x, Tensor) else x for x in given)
 
 
@@ -236,6 +236,6 @@ class KSDPINN(KSDSolver, PhysicsInformedSingleModelSolver):  # type: ignore[misc
 class KSDSupervisedSolver(KSDSolver, SupervisedSingleModelSolver):  # type: ignore[misc]
     """A supervised solver of PINA trained by KSD, over all data at once.
 
-    For data of which one evaluation is too large, use ``krylov_descent.KSD`` with ``Subsets``, which divides it.
+    For data too large for one evaluation, use ``krylov_descent.KSD`` with ``Subsets``.
     Arguments are those of ``KSDSolver``, and ``use_lt``.
     """

@@ -29,26 +29,26 @@ from krylov_descent.base import ClosureOptimizer
 from krylov_descent.optimizer import KSD
 from krylov_descent.samples.subsets import Subsets
 
-#: Training splits up to this size are evaluated at once.
+#: The largest training split that is evaluated at once.
 FULL_BATCH_SAMPLES = 4000
 
-# Names that no module has for an argument of its forward.
+# Names that no argument of a module's forward has.
 _INPUT, _WEIGHT = "krylov_descent.input", "krylov_descent.sample_weight"
 
 
 class KSDNet(NeuralNet):  # type: ignore[misc]
-    """A skorch net that is trained by KSD; as a base, it stands first: ``class MyNet(KSDNet, NeuralNetClassifier)``.
+    """A skorch net trained by KSD; also a first base class: ``class MyNet(KSDNet, NeuralNetClassifier)``.
 
     Args:
         module: as for any skorch net.
         optimizer: ``KSD`` or ``GaussNewtonFlow``; arguments are ``optimizer__krylov_dim`` and so on. There is no
             learning rate.
-        batch_size: the most samples in one forward pass; it does not change the steps.
+        batch_size: the largest number of samples in a forward pass; it does not change the steps.
         full_batch: whether a step evaluates the whole training split at once; "auto" for splits of up to 4,000
             samples. False draws three sets at each step.
-        steps_per_epoch: steps between two validations.
-        seed: of the sets.
-        **arguments: of skorch's net.
+        steps_per_epoch: the number of steps between two validations.
+        seed: the seed of the sets.
+        **arguments: arguments of skorch's net.
 
     Attributes:
         reports_: the ``StepReport.as_dict()`` of each step, from the history: ``krylov_descent.plot`` draws them.
@@ -81,15 +81,15 @@ class KSDNet(NeuralNet):  # type: ignore[misc]
 
     @property
     def reports_(self) -> list[dict[str, Any]]:
-        """Of all steps in the history."""
+        """The reports of all steps in the history."""
         return [report for epoch in self.history for report in epoch["batches"][0].get("reports", ())]
 
     def outputs_of(self, y_pred: Any) -> Any:
-        """What the loss is convex in, out of what the module returned: all of it, unless overridden."""
+        """Return the outputs in which the loss is convex: all that the module returned, unless overridden."""
         return y_pred
 
     def initialize_optimizer(self, *args: Any, **kwargs: Any) -> KSDNet:
-        """As skorch's; refuses other optimizers."""
+        """Initialize like skorch, and refuse other optimizers."""
         super().initialize_optimizer(*args, **kwargs)
         if not isinstance(self.optimizer_, ClosureOptimizer):
             raise ValueError(f"optimizer={self.optimizer!r}: for others than KSD use skorch's own nets.")
@@ -102,13 +102,13 @@ class KSDNet(NeuralNet):  # type: ignore[misc]
         return module
 
     def get_params_for_optimizer(self, prefix: str, named_parameters: Any) -> tuple[Any, dict[str, Any]]:
-        """As skorch's, without ``lr``."""
+        """Return skorch's arguments without ``lr``."""
         args, kwargs = super().get_params_for_optimizer(prefix, named_parameters)
         kwargs.pop("lr", None)
         return args, kwargs
 
     def set_params(self, **params: Any) -> KSDNet:
-        """As skorch's; an argument of ``KSD`` that is set on an initialized net makes a new optimizer."""
+        """Set parameters like skorch; setting an argument of ``KSD`` on an initialized net creates a new optimizer."""
         in_groups = ("optimizer__param_groups", "optimizer__weight_decay")
         settings = {k: v for k, v in params.items() if k.startswith("optimizer__") and not k.startswith(in_groups)}
         if self.initialized_ and settings:
@@ -120,7 +120,7 @@ class KSDNet(NeuralNet):  # type: ignore[misc]
         return self
 
     def on_train_begin(self, net: Any, X: Any = None, y: Any = None, **kwargs: Any) -> None:
-        """As skorch's; says which modules behave otherwise than in train mode."""
+        """Begin like skorch, and warn of modules that behave differently in train mode."""
         super().on_train_begin(net, X=X, y=y, **kwargs)
         if random := sorted({type(m).__name__ for m in self.module_.modules() if _is_other_in_train_mode(m)}):
             warnings.warn(
@@ -130,7 +130,7 @@ class KSDNet(NeuralNet):  # type: ignore[misc]
             )
 
     def fit_loop(self, X: Any, y: Any = None, epochs: int | None = None, **fit_params: Any) -> KSDNet:
-        """As skorch's; ``sample_weight`` among the ``fit_params`` weighs the samples, whatever its scale."""
+        """Fit like skorch; ``sample_weight`` among the ``fit_params`` weights the samples, up to its scale."""
         if (weight := fit_params.pop("sample_weight", None)) is not None:
             X = _weighted(X, weight)
         try:
@@ -144,7 +144,7 @@ class KSDNet(NeuralNet):  # type: ignore[misc]
         return self
 
     def run_single_epoch(self, iterator: Any, training: bool, prefix: str, step_fn: Any, **fit_params: Any) -> None:
-        """As skorch's; an epoch of training begins with its steps."""
+        """Run an epoch like skorch; a training epoch begins with its steps."""
         if training:
             if self.training_data_ is None:
                 self.training_data_ = self._training_data(iterator, fit_params)
@@ -155,7 +155,7 @@ class KSDNet(NeuralNet):  # type: ignore[misc]
         super().run_single_epoch(iterator, training, prefix, step_fn, **fit_params)
 
     def train_step(self, batch: Any, **fit_params: Any) -> dict[str, Any]:
-        """The loss and predictions on a batch; the parameters have moved before."""
+        """Return the loss and predictions on a batch, after the steps of the epoch."""
         if self.new_reports_:
             self.history.record_batch("reports", list(self.new_reports_))
             self.new_reports_ = ()
@@ -164,13 +164,13 @@ class KSDNet(NeuralNet):  # type: ignore[misc]
         return {"loss": loss, "y_pred": y_pred}
 
     def infer(self, x: Any, **fit_params: Any) -> Any:
-        """As skorch's; the module does not see sample weights."""
+        """Infer like skorch, without passing sample weights to the module."""
         if isinstance(x, Mapping) and _WEIGHT in x:
             x = x[_INPUT] if _INPUT in x else {key: value for key, value in x.items() if key != _WEIGHT}
         return super().infer(x, **fit_params)
 
     def get_loss(self, y_pred: Any, y_true: Any, X: Any = None, **kwargs: Any) -> Tensor:
-        """As skorch's, weighted if the samples are."""
+        """Return skorch's loss, weighted if the samples are."""
         if not isinstance(X, Mapping) or _WEIGHT not in X:
             loss: Tensor = super().get_loss(y_pred, y_true, X=X, **kwargs)
             return loss
@@ -184,16 +184,16 @@ class KSDNet(NeuralNet):  # type: ignore[misc]
 
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()
-        return {**state, "training_data_": None}  # where a callback pickles the net
+        return {**state, "training_data_": None}  # a callback may pickle the net
 
     def _settle(self) -> None:
-        """With sets, judge the last step, as the next one would have."""
+        """With sets, roll the last step back if it raised the loss."""
         closure, sets = self.training_data_ or (None, None)
         if sets is not None and hasattr(self.optimizer_, "settle"):
             self.history.record("event_last_step_undone", not self.optimizer_.settle(closure, sets).accepted)
 
     def _training_data(self, iterator: Any, fit_params: dict[str, Any]) -> tuple[Callable[..., Any], Subsets | None]:
-        """A closure for KSD, and sets if it is not of everything."""
+        """Return a closure for KSD, and the sets, or None for a full batch."""
         loader = _require_loader(iterator)
         samples = len(loader.dataset)  # type: ignore[arg-type]
         full = samples <= FULL_BATCH_SAMPLES if self.full_batch == "auto" else self.full_batch
@@ -211,14 +211,14 @@ class KSDNet(NeuralNet):  # type: ignore[misc]
         return closure, Subsets(loader.dataset, batch_size=batch_size, seed=self.seed, device=self.device, **loading)
 
     def _evaluate(self, batch: Any, fit_params: dict[str, Any]) -> tuple[Tensor, Any, Tensor | None]:
-        """Loss, predictions, and the weight of the mean that the loss is, if that is not the number of samples."""
+        """Return loss, predictions, and the weight of the mean loss, None for the number of samples."""
         self._set_training(False)
         Xi, yi = unpack_data(batch)
         y_pred = self.infer(Xi, **fit_params)
         return self.get_loss(y_pred, yi, X=Xi, training=True), y_pred, self._weight(Xi, yi)
 
     def _weight(self, Xi: Any, yi: Any) -> Tensor | None:
-        """Of the classes in a batch: a mean weighted by class, or with ignored samples, divides by that."""
+        """Return the total class weight of a batch, by which a mean with class weights or ignored samples divides."""
         criterion = self.criterion_
         by_class = isinstance(criterion, (nn.CrossEntropyLoss, nn.NLLLoss)) and criterion.reduction == "mean"
         if not by_class or yi.is_floating_point() or (isinstance(Xi, Mapping) and _WEIGHT in Xi):
@@ -228,10 +228,10 @@ class KSDNet(NeuralNet):  # type: ignore[misc]
 
 
 class KSDClassifier(KSDNet, NeuralNetClassifier):  # type: ignore[misc]
-    """A skorch classifier trained by KSD; the module returns logits, for the criterion is ``CrossEntropyLoss``.
+    """A skorch classifier trained by KSD; the module returns logits for ``CrossEntropyLoss``.
 
-    skorch's default, ``NLLLoss`` on probabilities, works too, but the loss is then not a convex function of what the
-    softmax is given, and its curvature is a worse guide. Other arguments are those of ``KSDNet``.
+    skorch's default, ``NLLLoss`` on probabilities, works too, but its curvature in the probabilities gives worse steps.
+    Other arguments are those of ``KSDNet``.
 
     Example:
         >>> import numpy as np
@@ -275,7 +275,7 @@ def _is_other_in_train_mode(module: nn.Module) -> bool:
 
 
 def _weighted(X: Any, weight: Any) -> dict[str, Any]:
-    """X with the samples' weights beside it, of mean 1: so the loss is a mean over samples in any batch."""
+    """Return X with sample weights of mean 1, so that the loss is a mean over samples in any batch."""
     if isinstance(X, torch.utils.data.Dataset) or hasattr(X, "iloc"):
         raise ValueError(f"sample_weight goes with X as an array or a dict of arrays; this is a {type(X).__name__}.")
     w = np.asarray(weight, dtype=np.float64)
@@ -285,7 +285,7 @@ def _weighted(X: Any, weight: Any) -> dict[str, Any]:
 
 
 def _require_loader(iterator: Any) -> DataLoader[Any]:
-    """Refuse what does not pass over all samples: KSD draws its own sets from the data set."""
+    """Refuse iterators that do not pass over all samples: KSD draws its own sets from the data set."""
     if not isinstance(iterator, DataLoader):
         raise ValueError(f"iterator_train gives a {type(iterator).__name__}; KSD needs a torch DataLoader's data set.")
     if not isinstance(iterator.sampler, (SequentialSampler, RandomSampler)):

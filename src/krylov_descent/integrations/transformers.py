@@ -1,4 +1,4 @@
-"""Hugging Face: ``KSDTrainer`` for transformers' ``Trainer``, and ``prepare`` for a loop of one's own with Accelerate.
+"""Hugging Face: ``KSDTrainer`` for transformers' ``Trainer``, and ``prepare`` for your own loop with Accelerate.
 
 The Trainer's loop, callbacks, logging, evaluation, checkpoints and early stopping are used as they are. One step of the
 Trainer is one step of KSD on sets drawn from the training set, and an epoch: ``max_steps`` and ``num_train_epochs``
@@ -10,7 +10,7 @@ by ``resume_from_checkpoint`` is bit for bit the uninterrupted one.
 - ``learning_rate``, its scheduler, ``optim`` and the sampling of batches have no effect; ``weight_decay`` is part of
   the loss.
 - transformers computes the loss of causal language models in float32, so that a float64 model gains nothing there.
-- Refused, with what to do instead: gradient accumulation, clipping and checkpointing, mixed precision, NEFTune,
+- Errors, with a remedy, refuse gradient accumulation, clipping and checkpointing, mixed precision, NEFTune,
   ``torch_compile``, random masks, several processes.
 """
 
@@ -32,7 +32,7 @@ from krylov_descent.optimizer import KSD
 from krylov_descent.report import StepReport
 from krylov_descent.samples.subsets import Subsets
 
-_IGNORED = -100  # a label that does not count
+_IGNORED = -100  # the label of ignored positions
 
 Method = TypeVar("Method", bound=CurvatureOptimizer)
 
@@ -40,18 +40,18 @@ Method = TypeVar("Method", bound=CurvatureOptimizer)
 class KSDTrainer(Trainer):
     """``Trainer`` with KSD: the same arguments, and some of ``Subsets``.
 
-    Settings come by the Trainer's own ``optimizer_cls_and_kwargs=(KSD, {"krylov_dim": 30})``, which may also name
-    ``GaussNewtonFlow``; loss and logits from ``compute_loss``, which may be overridden, or ``compute_loss_func``. What
-    is logged as "loss" is the loss on A before a step. ``train()`` ends by judging the last step, which is undone if it
-    raised the loss, and puts the loss where it ended into its metrics as "settled_loss". Checkpoints are written before
-    that.
+    The Trainer's ``optimizer_cls_and_kwargs=(KSD, {"krylov_dim": 30})`` has the settings, and may name
+    ``GaussNewtonFlow``; ``compute_loss``, which may be overridden, or ``compute_loss_func`` gives loss and logits. The
+    logged "loss" is the loss on A before a step. At its end ``train()`` rolls the last step back if it raised the loss,
+    and adds the final loss to its metrics as "settled_loss". Checkpoints are written before that.
 
     Args:
         *args: as for ``Trainer``.
         fraction: the share of the samples in B and in C; None for 1/K.
         gradient_fraction: the share of the samples in A.
-        full_batch: evaluate all samples in one batch, A = B = C; for some hundreds of them.
-        on_report: called with the report of each step: a list's ``append``, or one of ``krylov_descent.writers``.
+        full_batch: whether to evaluate all samples in one batch, A = B = C; for some hundreds of samples.
+        on_report: a function called with the report of each step: ``reports.append``, or a writer of
+            ``krylov_descent.writers``.
         **kwargs: as for ``Trainer``.
 
     Example:
@@ -96,9 +96,9 @@ class KSDTrainer(Trainer):
         self._loader: _OneStep | None = None
 
     def loss_weight(self, inputs: Mapping[str, Any]) -> float | Tensor | None:
-        """The weight of a batch's mean loss: its labels other than −100, of those that the model predicts.
+        """Return the weight of a batch's mean loss: the number of predicted labels other than −100.
 
-        Override it for a loss that is another mean; None is for a mean over samples.
+        Override it for a loss that is another mean; None stands for a mean over samples.
         """
         labels = inputs.get("shift_labels", inputs.get("labels"))
         if not isinstance(labels, Tensor):
@@ -108,7 +108,7 @@ class KSDTrainer(Trainer):
         return labels.ne(_IGNORED).sum()
 
     def convex_outputs(self, outputs: Any) -> Any:
-        """What the loss is convex in, of a model's outputs: those whose names end in "logits". May be overridden."""
+        """Return the outputs in which the loss is convex: those whose names end in "logits", unless overridden."""
         found = {}
         if isinstance(outputs, Mapping):
             found = {name: z for name, z in outputs.items() if name.endswith("logits") and isinstance(z, Tensor)}
@@ -121,7 +121,7 @@ class KSDTrainer(Trainer):
         return found
 
     def get_train_dataloader(self) -> Any:
-        """One step an epoch, on sets drawn from the training set."""
+        """Return a loader of one step an epoch, on sets drawn from the training set."""
         loader = super().get_train_dataloader()
         data: Any = loader.dataset
         sets = Subsets(
@@ -137,14 +137,14 @@ class KSDTrainer(Trainer):
         return self._loader
 
     def get_total_train_batch_size(self, args: Any) -> int:
-        """All samples, once a step; for the samples a second that are logged."""
+        """Return the number of all samples, for the logged samples per second."""
         data: Any = self.train_dataset
         return 1 if data is None else len(data)
 
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
     ) -> Tensor:
-        """One step of KSD; the loss before it."""
+        """Take one step of KSD and return the loss before it."""
         report: StepReport = self._evaluated(self._ksd.step, inputs)
         self._report = report
         if self._on_report is not None:
@@ -152,14 +152,14 @@ class KSDTrainer(Trainer):
         return torch.tensor(report.loss, device=self.args.device)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """As ``Trainer.train``; then the last step is judged."""
+        """Train like ``Trainer.train``; then roll the last step back if it raised the loss."""
         output = super().train(*args, **kwargs)
         assert self._loader is not None
         output.metrics["settled_loss"] = self._evaluated(self._ksd.settle, self._loader.inputs).loss
         return output
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """With the loss, numbers of the last step in place of a learning rate."""
+        """Log numbers of the last step with the loss, in place of a learning rate."""
         if "loss" in logs and self._report is not None:
             logs.pop("learning_rate", None)
             logs.update(numbers(self._report))
@@ -168,15 +168,15 @@ class KSDTrainer(Trainer):
     @property
     def _ksd(self) -> CurvatureOptimizer:
         made: Any = self.optimizer
-        ksd: CurvatureOptimizer = getattr(made, "optimizer", made)  # out of Accelerate's wrapper
+        ksd: CurvatureOptimizer = getattr(made, "optimizer", made)  # unwrap Accelerate's optimizer
         return ksd
 
     def _evaluated(self, method: Callable[..., Any], inputs: dict[str, Any]) -> Any:
-        """A method of KSD, called with closure and sets while the model is in eval mode."""
+        """Call a method of KSD with closure and sets, in eval mode."""
         model: Any = self.model
 
         def closure(batch: Mapping[str, Any]) -> Any:
-            # A copy, since compute_loss may take the labels out.
+            # A copy, since compute_loss may remove the labels.
             loss, outputs = self.compute_loss(model, dict(batch), return_outputs=True)
             weight = self.loss_weight(batch)
             convex = self.convex_outputs(outputs)
@@ -189,13 +189,13 @@ class KSDTrainer(Trainer):
 
 
 def prepare(accelerator: Accelerator, optimizer: Method) -> Method:
-    """Register an optimizer with Accelerate, for ``save_state`` and ``load_state``, and return it to step with.
+    """Register an optimizer with Accelerate, for ``save_state`` and ``load_state``, and return the optimizer.
 
-    ``accelerator.prepare(optimizer)`` returns a wrapper whose ``step`` takes no sets and returns no report; the state
-    is its, the steps are not.
+    Take steps with the returned optimizer: the ``step`` of the wrapper that ``accelerator.prepare(optimizer)`` returns
+    takes no sets and returns no report.
 
     Raises:
-        ValueError: several processes or mixed precision, with what to do instead.
+        ValueError: there are several processes or mixed precision; the message has a remedy.
 
     Example:
         >>> import torch
@@ -233,15 +233,15 @@ _PRECISION = "KSD compares losses and needs them in the parameters' precision: l
 
 
 class _StepsBeforehand:
-    """An optimizer that has stepped already, in ``training_step``, when the Trainer calls ``step()``."""
+    """An optimizer whose step ``training_step`` has taken before the Trainer calls ``step()``."""
 
     def step(self, closure: Any = None, sets: Subsets | None = None) -> Any:
-        """A step with a closure; nothing without."""
+        """Take a step with a closure; do nothing without."""
         return None if closure is None else super().step(closure, sets)  # type: ignore[misc]
 
 
 class _OneStep:
-    """The training loader: one batch, which holds the sets of a step, or all samples."""
+    """The training loader: one batch that holds the sets of a step, or all samples."""
 
     def __init__(self, dataset: Any, sets: Subsets, full_batch: bool) -> None:
         self.dataset = dataset  # the Trainer counts its samples
@@ -258,10 +258,10 @@ class _OneStep:
 
 
 def _require(trainer: Trainer) -> None:
-    """Refuse what KSD would ignore or cannot do.
+    """Refuse arguments that KSD would ignore or cannot support.
 
     Raises:
-        ValueError: an argument, with what to do instead.
+        ValueError: an argument is refused; the message has a remedy.
     """
     args = trainer.args
     accumulated, clipped = args.gradient_accumulation_steps != 1, args.max_grad_norm not in (0, 1)  # 1 is the default
