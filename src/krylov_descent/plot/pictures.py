@@ -1,4 +1,4 @@
-"""The pictures: the loss, the time by phase, the Ritz values, the coefficients, and all of them on one page."""
+"""The plots: the loss, the time by phase, the Ritz values, the coefficients, and all of them on one page."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ if TYPE_CHECKING:
 By: TypeAlias = Literal["step", "seconds", "gradients"]
 
 _XLABEL = {"step": "step", "seconds": "seconds in steps", "gradients": "gradients of one sample"}
-_RUN = "krylov-descent run"  # marks the lines of runs among those of axes
-_FEW = 40  # steps whose points are marked
-_ROUNDING = 1e-12  # of the largest Ritz value of a step: what is smaller is rounding
-_DECADES = 6  # of the colour scale at most: what is smaller than that beside the largest looks the same
+_RUN = "krylov-descent run"  # the gid of lines of runs
+_FEW = 40  # the largest number of steps with markers
+_ROUNDING = 1e-12  # Ritz values below this part of a step's largest are rounding
+_DECADES = 6  # the largest span of the colour scale; smaller coefficients share its lowest colour
 
 
 def convergence(
     reports: Iterable[Report], ax: Axes | None = None, *, by: By = "step", label: str | None = None
 ) -> Axes:
-    """The loss on A before each step; logarithmic where it is positive.
+    """Plot the loss on A before each step, on a logarithmic scale if it is positive.
 
-    With sets, faint lines show what each search did to the loss on its own set C. Crosses mark steps that began by
-    undoing the one before; triangles at the top, losses that are not finite. Called again with the same axes, it adds
-    another run in another colour.
+    With sets, faint lines show the loss on C before and after each search. Crosses mark steps that rolled back the one
+    before; triangles at the top mark losses that are not finite. A second call with the same axes adds another run in
+    another colour.
 
     Args:
-        reports: ``StepReport``s, or dicts as of ``read``.
-        ax: where to draw; a new figure without.
-        by: what is counted to the right: steps, seconds, or gradients of one sample.
-        label: of this run, for the legend.
+        reports: ``StepReport``s, or the dicts of ``read``.
+        ax: the axes; None for a new figure.
+        by: the horizontal axis: steps, seconds, or gradients of one sample.
+        label: the label of this run in the legend.
 
     Example:
         >>> import torch
@@ -72,7 +72,7 @@ def convergence(
 
 
 def phases(reports: Iterable[Report], ax: Axes | None = None) -> Axes:
-    """Seconds of each step, stacked by phase; the legend has the share of each in the whole.
+    """Plot the seconds of each step, stacked by phase; the legend has the share of each phase.
 
     Example:
         >>> import torch
@@ -106,11 +106,11 @@ def phases(reports: Iterable[Report], ax: Axes | None = None) -> Axes:
 
 
 def ritz(reports: Iterable[Report], ax: Axes | None = None) -> Axes:
-    """The Ritz values of each step: the curvature that the gradient sees, not the spectrum of the whole matrix.
+    """Plot the Ritz values of each step: the curvature in the gradient's Krylov space, not the whole spectrum.
 
     They are the eigenvalues of the curvature within the step's basis: the Krylov space of the gradient
-    (preconditioned, if there is a preconditioner) and the previous step, or steps. Directions in which the gradient
-    has no part do not appear. Negative ones, which the Hessian has, are shown by their size with a mark of their own.
+    (preconditioned, if there is a preconditioner) and the previous step or steps. Directions without a component of
+    the gradient do not appear. Negative values, which the Hessian has, are shown by their size with another marker.
     Values below 1e-12 of the step's largest are rounding, and are left out.
 
     Example:
@@ -160,11 +160,11 @@ def ritz(reports: Iterable[Report], ax: Axes | None = None) -> Axes:
 
 
 def coefficients(reports: Iterable[Report], ax: Axes | None = None) -> Axes:
-    """The size of the coefficients that made each step, a row for each basis vector.
+    """Plot the size of the coefficients of each step, one row for each basis vector.
 
-    Rows are the Krylov vectors in the order in which they were built, then the previous step (its part that is
-    orthogonal to them), and those before it where there are some. The basis is orthonormal, so a coefficient is the
-    length of the step along that vector. Cells are blank where a step had no such vector, or did not move along it.
+    Rows are the Krylov vectors in their order, then the previous step (its part that is orthogonal to them), and any
+    earlier ones. The basis is orthonormal, so a coefficient is the length of the step along that vector. A cell is
+    blank if the step has no such vector, or did not move along it.
 
     Example:
         >>> import torch
@@ -190,7 +190,7 @@ def coefficients(reports: Iterable[Report], ax: Axes | None = None) -> Axes:
     previous = len(table) - K
     top = max(sizes)
     bottom = max(min(sizes), top * 10.0**-_DECADES)
-    # Cells that are as large as the smallest one shown, and no larger, still need a scale that has some length.
+    # If all cells are equal, the scale still needs some length.
     norm = LogNorm(bottom if bottom < top else top / 10, top, clip=True)
     borders = of.edges(steps(records))
     rows = [k - 0.5 for k in range(1, len(table) + 2)]
@@ -210,7 +210,7 @@ def coefficients(reports: Iterable[Report], ax: Axes | None = None) -> Axes:
 
 
 def overview(reports: Iterable[Report]) -> Figure:
-    """Loss, time, Ritz values and coefficients of a run, two by two, in a new figure of pyplot's.
+    """Plot loss, time, Ritz values and coefficients of a run, two by two, in a new pyplot figure.
 
     Example:
         >>> import torch
@@ -240,7 +240,7 @@ def overview(reports: Iterable[Report]) -> Figure:
 
 
 def _places(records: Sequence[Record], by: By) -> list[float]:
-    """Where each step begins on the horizontal axis, and where the last one ends."""
+    """Return the start of each step on the horizontal axis, and the end of the last."""
     if by == "step":
         found = steps(records)
         return [*found, found[-1] + 1]
@@ -248,7 +248,7 @@ def _places(records: Sequence[Record], by: By) -> list[float]:
 
 
 def _searches(ax: Axes, records: Sequence[Record], places: Sequence[float], colour: str) -> None:
-    """From the loss on C before a search to that after it, a line for each step, faint."""
+    """Draw a faint line for each step, from the loss on C before a search to that after it."""
     before, after = of.column(records, "search_loss_before"), of.column(records, "search_loss_after")
     xs = [x for a, b in itertools.pairwise(places) for x in (a, b, math.nan)]
     ys = [y for a, b in zip(before, after, strict=True) for y in (a, b, math.nan)]
@@ -257,7 +257,7 @@ def _searches(ax: Axes, records: Sequence[Record], places: Sequence[float], colo
 
 
 def _undone(ax: Axes, places: Sequence[tuple[float, float]]) -> None:
-    """Crosses on the line; where they are many, marks at the bottom, which do not hide it."""
+    """Draw crosses on the line, or many as marks at the bottom, which do not hide it."""
     words = "previous step undone"
     if len(places) > _FEW:
         _at_edge(ax, [x for x, _ in places], "|", 0.02, words)
@@ -267,7 +267,7 @@ def _undone(ax: Axes, places: Sequence[tuple[float, float]]) -> None:
 
 
 def _at_edge(ax: Axes, xs: Sequence[float], marker: str, height: float, words: str) -> None:
-    """Marks at a height of the picture, whatever the scale of losses."""
+    """Draw marks at a height of the axes, independent of the scale of losses."""
     if xs:
         place = ax.get_xaxis_transform()
         look: dict[str, Any] = {"color": "#000000", "markersize": 6, "label": _once(ax, words)}
@@ -275,12 +275,12 @@ def _at_edge(ax: Axes, xs: Sequence[float], marker: str, height: float, words: s
 
 
 def _once(ax: Axes, words: str) -> str | None:
-    """A label, unless the legend has it already."""
+    """Return a label, or None if the legend already has it."""
     return None if words in ax.get_legend_handles_labels()[1] else words
 
 
 def _value_scale(ax: Axes) -> None:
-    """Logarithmic if every loss of every run is positive."""
+    """Set a logarithmic scale if every loss of every run is positive."""
     values = [float(y) for line in ax.get_lines() if line.get_gid() == _RUN for y in _floats(line.get_ydata())]
     finite = [y for y in values if math.isfinite(y)]
     if finite and min(finite) > 0:
@@ -301,7 +301,7 @@ def _from_to(losses: Sequence[float]) -> str:
 
 
 def _dots(records: Sequence[Record]) -> list[tuple[float, float]]:
-    """(step, Ritz value), without what is not finite or rounding."""
+    """Return (step, Ritz value) pairs, without values that are not finite or rounding."""
     dots = []
     for x, record in zip(steps(records), records, strict=True):
         values = [value for value in of.numbers(record, "ritz_values") if math.isfinite(value)]
@@ -311,7 +311,7 @@ def _dots(records: Sequence[Record]) -> list[tuple[float, float]]:
 
 
 def _table(records: Sequence[Record]) -> list[list[float]]:
-    """Rows 1 … K and those of previous steps, a column for each step; NaN where there is nothing to show."""
+    """Return rows 1 … K and those of previous steps, with a column for each step; NaN for blank cells."""
     K = _krylov_dim(records)
     own = [int(record.get("krylov_dim") or 0) for record in records]
     found = [of.numbers(record, "coefficients") for record in records]
@@ -329,7 +329,7 @@ def _krylov_dim(records: Sequence[Record]) -> int:
 
 
 def _ticks(K: int) -> list[int]:
-    """Some of 1 … K: all if few, else 1 and multiples of a round number that leave room for the row below."""
+    """Return ticks among 1 … K: all if few, else 1 and multiples of a round number."""
     if K <= 10:
         return list(range(1, K + 1))
     every = next(step for step in (5, 10, 20, 50, 100, 200, 500, 1000, K) if K / step <= 8)

@@ -1,4 +1,4 @@
-"""Reports as plain records, whether they come from an optimizer or from a file."""
+"""Reports as plain records, from an optimizer or from a file."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ Record: TypeAlias = Mapping[str, Any]
 
 
 def read(path: str | Path) -> list[dict[str, Any]]:
-    """The reports that ``krylov_descent.writers.JSONLWriter`` wrote, as dicts; numbers that were not finite are None.
+    """Return the reports in a file of ``krylov_descent.writers.JSONLWriter`` as dicts; None for non-finite numbers.
 
-    A last line that was cut off, as a run that was killed leaves it, is skipped with a warning.
+    A last line that was cut off when a run was killed is skipped with a warning.
 
     Raises:
         ValueError: another line is no report.
@@ -57,10 +57,10 @@ def read(path: str | Path) -> list[dict[str, Any]]:
 
 
 def records_of(reports: Iterable[Report]) -> list[Record]:
-    """Reports as dicts.
+    """Return reports as dicts.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there are no reports.
     """
     records = [report.as_dict() if isinstance(report, StepReport) else report for report in reports]
     if not records:
@@ -69,22 +69,22 @@ def records_of(reports: Iterable[Report]) -> list[Record]:
 
 
 def number(x: Any) -> float:
-    """A number of a record, NaN where it has none."""
+    """Return a value as a float, NaN for None."""
     return math.nan if x is None else float(x)
 
 
 def column(records: Sequence[Record], key: str) -> list[float]:
-    """One number of each record."""
+    """Return one number of each record."""
     return [number(record.get(key)) for record in records]
 
 
 def numbers(record: Record, key: str) -> list[float]:
-    """Several numbers of one record."""
+    """Return a list of numbers of one record."""
     return [number(x) for x in record.get(key) or ()]
 
 
 def steps(records: Sequence[Record]) -> list[float]:
-    """The number of each step; its place where numbers go back, as in the reports of two optimizers in a row."""
+    """Return the number of each step, or its place if numbers do not rise (reports of two optimizers in a row)."""
     found = column(records, "iteration")
     if all(a < b for a, b in itertools.pairwise(found)) and math.isfinite(found[0]):
         return found
@@ -92,20 +92,20 @@ def steps(records: Sequence[Record]) -> list[float]:
 
 
 def edges(places: Sequence[float]) -> list[float]:
-    """Where the cell of each step begins, and the last one ends: half way between neighbours."""
+    """Return the start of each step's cell and the end of the last, half way between neighbours."""
     between = [(a + b) / 2 for a, b in itertools.pairwise(places)]
     return [places[0] - 0.5, *between, places[-1] + 0.5]
 
 
 def seconds(records: Sequence[Record]) -> dict[str, list[float]]:
-    """Seconds of each step by phase, in the order in which phases occur; 0 where a step has no such number."""
+    """Return the seconds of each step by phase, in the order of phases; 0 for a missing number."""
     laps = [record.get("seconds") or {} for record in records]
     names = dict.fromkeys(name for lap in laps for name in lap)
     return {name: [_finite_or_zero(lap.get(name)) for lap in laps] for name in names}
 
 
 def cost(records: Sequence[Record], by: str) -> list[float]:
-    """What each step took: one step, its seconds, or its gradients of one sample."""
+    """Return the cost of each step: 1, its seconds, or its gradients of one sample."""
     if by == "seconds":
         return [math.fsum(laps) for laps in zip(*seconds(records).values(), strict=True)] or [0.0] * len(records)
     if by == "gradients":
@@ -114,12 +114,12 @@ def cost(records: Sequence[Record], by: str) -> list[float]:
 
 
 def undone(records: Sequence[Record]) -> list[bool]:
-    """Whether each step began by undoing the one before it."""
+    """Return for each step whether it rolled back the one before it."""
     return [record.get("accepted") is False for record in records]
 
 
 def has_search_set(records: Sequence[Record]) -> bool:
-    """Whether the search used other samples than the gradient."""
+    """Whether the search used a set of another size than the gradient."""
     sizes = [record.get("set_sizes") or {} for record in records]
     return any("C" in size and size["C"] != size.get("A") for size in sizes)
 

@@ -1,4 +1,4 @@
-"""How pictures look: colours that the colour-blind can tell apart, a light grid, plain numbers on axes."""
+"""The style of plots: colours for colour-blind readers, a light grid, plain numbers on axes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.axis import Axis
 
-#: Okabe and Ito's.
+#: The palette of Okabe and Ito.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 BLUE, ORANGE = COLOURS[:2]
 PHASES = ("#56B4E9", "#E69F00", "#009E73", "#CC79A7", "#999999")
@@ -21,7 +21,7 @@ _TITLE, _LABEL, _TICK = 10.5, 9.5, 8.5
 
 
 def pyplot() -> Any:
-    """matplotlib's, imported when something is drawn.
+    """Import and return matplotlib's pyplot.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -34,7 +34,7 @@ def pyplot() -> Any:
 
 
 def axes_of(ax: Axes | None, size: tuple[float, float] = SIZE) -> Axes:
-    """What was given, or the axes of a new figure."""
+    """Return ``ax``, or the axes of a new figure."""
     if ax is not None:
         return ax
     new: Axes = pyplot().subplots(figsize=size, layout="constrained")[1]
@@ -42,7 +42,7 @@ def axes_of(ax: Axes | None, size: tuple[float, float] = SIZE) -> Axes:
 
 
 def frame(ax: Axes, title: str, xlabel: str, ylabel: str, *, grid: bool = True) -> None:
-    """Words around the picture, and what lies behind it."""
+    """Set title, labels, ticks, grid and spines."""
     ax.set_title(title, fontsize=_TITLE)
     ax.set_xlabel(xlabel, fontsize=_LABEL)
     ax.set_ylabel(ylabel, fontsize=_LABEL)
@@ -56,21 +56,21 @@ def frame(ax: Axes, title: str, xlabel: str, ylabel: str, *, grid: bool = True) 
 
 
 def legend(ax: Axes, **place: Any) -> None:
-    """A legend, if something has a label."""
+    """Draw a legend, if something has a label."""
     if ax.get_legend_handles_labels()[1]:
         shown = ax.legend(fontsize=_TICK, frameon=True, framealpha=0.85, edgecolor="none", **place)
         shown.set_zorder(5)
 
 
 def whole_steps(ax: Axes) -> None:
-    """Ticks of a step axis at whole numbers."""
+    """Put the ticks of a step axis at whole numbers."""
     from matplotlib.ticker import MaxNLocator
 
     ax.xaxis.set_major_locator(MaxNLocator(nbins="auto", steps=[1, 2, 5, 10], integer=True, min_n_ticks=1))
 
 
 def log_ticks(axis: Axis, values: Sequence[float]) -> None:
-    """Labels on a logarithmic axis: decades where it spans many, some numbers between them where few."""
+    """Label a logarithmic axis at decades, and at numbers between them if it spans few."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     low, high = min(values), max(values)
@@ -84,6 +84,6 @@ def log_ticks(axis: Axis, values: Sequence[float]) -> None:
 
 
 def nothing(ax: Axes, words: str) -> None:
-    """Say in the middle of a picture why it is empty."""
+    """Write the reason for an empty plot into its middle."""
     ax.text(0.5, 0.5, words, transform=ax.transAxes, ha="center", va="center", fontsize=_LABEL, color="#666666")
     ax.set(xticks=[], yticks=[])
