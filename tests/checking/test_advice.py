@@ -190,7 +190,7 @@ def test_large_networks() -> None:
         r = slope(model, x) - 1
         return r.square().mean(), r
 
-    assert "timed up to 100,000 parameters, and these are 162,001" in advice(check(closure, model))
+    assert "timed up to 100,000 parameters, and the model has 162,001" in advice(check(closure, model))
 
 
 @pytest.mark.parametrize("krylov_dim", [20, 7])
