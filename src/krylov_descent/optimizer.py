@@ -24,7 +24,7 @@ from krylov_descent.preconditioners.kronecker import Kronecker
 from krylov_descent.report import StepReport
 from krylov_descent.safety.budget import Storage
 from krylov_descent.samples.interface import SamplePolicy
-from krylov_descent.stepping.acceptance import Acceptance, KeepEveryStep, Rollback, Sampler
+from krylov_descent.stepping.acceptance import Acceptance, Sampler, acceptance_of
 from krylov_descent.vectors.parameters import ParameterVector
 
 _PRECONDITIONERS = {"fisher": Fisher(), "kronecker": Kronecker(), None: NoPreconditioner()}
@@ -67,6 +67,7 @@ class KSD(CurvatureOptimizer):
             model's minimum if the loss agrees; or a ``SubspaceSearch`` of your own.
         weight_decay: c of ½·c·‖θ‖² in value, gradient and product alike, per group; 0 as in torch.optim.LBFGS.
         rollback: with sets, undo a step that raised the loss on A, and double C. The paper keeps every step.
+            Or an ``Acceptance`` of your own.
         memory_budget: bytes that V, Kronecker factors and the graphs of B may take. Graphs that do not fit are rebuilt
             for every product, with a warning at the first step; if V or the factors do not fit, an error says what
             would. None for no limit.
@@ -108,7 +109,7 @@ class KSD(CurvatureOptimizer):
         previous: Literal["step", "e1"] | None = "step",
         search: SubspaceSearch = Search(),  # noqa: B008 — frozen
         weight_decay: float = 0.0,
-        rollback: bool = True,
+        rollback: bool | Acceptance = True,
         memory_budget: int | None = None,
         storage: Storage = Storage(),  # noqa: B008 — frozen
         seed: int = 0,
@@ -123,7 +124,7 @@ class KSD(CurvatureOptimizer):
             subspace = Krylov(K, graph, adjoined, room, _storage(storage, ranks.wire), D.bytes_in_step)
         if not hasattr(search, "minimise"):
             raise ValueError(f"search={search!r}: must be a krylov_descent.Search(...) or ModelSearch(...).")
-        self._strategies = Strategies(D, subspace, search, Rollback() if rollback else KeepEveryStep())
+        self._strategies = Strategies(D, subspace, search, acceptance_of(rollback))
         self._seed = whole("seed", seed) % (1 << 64)
         self.krylov_dim = subspace.krylov_dim
         super().__init__(params, weight_decay, ranks.comm())

@@ -16,7 +16,7 @@ from krylov_descent.flow.step import FlowSettings, FlowState, flow_step
 from krylov_descent.objective.objective import Objective
 from krylov_descent.report import StepReport
 from krylov_descent.samples.interface import SamplePolicy
-from krylov_descent.stepping.acceptance import Acceptance, KeepEveryStep, Rollback, Sampler
+from krylov_descent.stepping.acceptance import Acceptance, Sampler, acceptance_of
 from krylov_descent.vectors.parameters import ParameterVector
 
 
@@ -77,7 +77,7 @@ class GaussNewtonFlow(CurvatureOptimizer):
         rows: int = ROWS,
         momentum: float = 0.9,
         weight_decay: float = 0.0,
-        rollback: bool = True,
+        rollback: bool | Acceptance = True,
         memory_budget: int | None = None,
         seed: int = 0,
         process_group: ProcessGroup | Ranks | None = None,
@@ -88,8 +88,7 @@ class GaussNewtonFlow(CurvatureOptimizer):
             raise ValueError(f"momentum={momentum!r}: must be a number in [0, 1).")
         if memory_budget is not None and whole("memory_budget", memory_budget) < 0:
             raise ValueError(f"memory_budget={memory_budget}: must be a number of bytes ≥ 0, or None for no limit.")
-        acceptance = Rollback() if rollback else KeepEveryStep()
-        self._flow = FlowSettings(whole("rows", rows), momentum, memory_budget, acceptance)
+        self._flow = FlowSettings(whole("rows", rows), momentum, memory_budget, acceptance_of(rollback))
         self._seed = whole("seed", seed) % (1 << 64)
         ranks = process_group if isinstance(process_group, Ranks) else Ranks(process_group)
         super().__init__(params, weight_decay, ranks.comm())

@@ -121,6 +121,13 @@ class KeepEveryStep(Acceptance):
         return AcceptanceState(at.theta()) if d is not None and at.sets.grows else AcceptanceState()
 
 
+def acceptance_of(rollback: bool | Acceptance) -> Acceptance:
+    """Return the strategy of an optimizer's argument."""
+    if isinstance(rollback, Acceptance):
+        return rollback
+    return Rollback() if rollback else KeepEveryStep()
+
+
 @dataclass(frozen=True)
 class Sampler:
     """A sample policy, with K and the rank's shard."""
