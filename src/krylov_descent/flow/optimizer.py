@@ -10,7 +10,6 @@ from torch.optim.optimizer import ParamsT
 
 from krylov_descent.base import CurvatureOptimizer, whole
 from krylov_descent.distributed import Comm, ProcessGroup, Ranks, run_on_all
-from krylov_descent.flow.row_sampling import BatchRows
 from krylov_descent.flow.sketch import ROWS, refusal
 from krylov_descent.flow.step import FlowSettings, FlowState, flow_step
 from krylov_descent.objective.objective import Objective
@@ -18,6 +17,12 @@ from krylov_descent.report import StepReport
 from krylov_descent.samples.interface import SamplePolicy
 from krylov_descent.stepping.acceptance import Acceptance, Sampler, acceptance_of
 from krylov_descent.vectors.parameters import ParameterVector
+
+
+class _Room:
+    """Whether the memory at hand was compared with the sketch: the same on all ranks, also on those without rows."""
+
+    known = False
 
 
 class GaussNewtonFlow(CurvatureOptimizer):
@@ -135,5 +140,6 @@ class GaussNewtonFlow(CurvatureOptimizer):
 
         if budget is not None:
             check()  # the same on all ranks
-        elif not objective.workspace.of(BatchRows).begun:  # later, free memory lacks the last sketch's
+        elif not objective.workspace.of(_Room).known:  # later, free memory lacks the last sketch's
             run_on_all(comm, check)
+            objective.workspace.of(_Room).known = True

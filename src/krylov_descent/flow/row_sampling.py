@@ -190,11 +190,6 @@ class BatchRows:
         self.told_slow = False  # the note on a backward pass for each row was given
 
     @property
-    def begun(self) -> bool:
-        """Whether rows have been drawn."""
-        return bool(self._seen)
-
-    @property
     def refuted(self) -> int:
         """The number of outputs whose rows take a backward pass each."""
         return sum(len(writer.trust.refuted) for writer in self._writers.values()) + (not self._kept)
