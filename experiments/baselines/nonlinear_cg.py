@@ -119,7 +119,7 @@ class NonlinearCG(ClosureOptimizer):
     ) -> tuple[Trial, Tensor | None, tuple[object, ...]]:
         """f and g at θ, from the last search if they hold still; its direction for this one; and what they hold for."""
         parameters = objective.parameters
-        identity = (objective.workspace, *parameters.decay)
+        identity = (objective.workspace.closure, *parameters.decay)
         theta = parameters.read()
         x, g, p = (
             read_vector(self.state, parameters, key, partial=False) for key in ("point", "gradient", "direction")

@@ -21,7 +21,7 @@ class Workspace:
     """
 
     def __init__(self, closure: tuple[object, ...] = ()) -> None:
-        self._closure = closure
+        self.closure = closure
         self._kept: dict[type[Any], Any] = {}
 
     def of(self, kind: type[T]) -> T:
@@ -33,4 +33,4 @@ class Workspace:
 
     def of_closure(self, closure: tuple[object, ...]) -> Workspace:
         """Return this workspace, or a new one if it belongs to another closure."""
-        return self if closure == self._closure else Workspace(closure)
+        return self if closure == self.closure else Workspace(closure)

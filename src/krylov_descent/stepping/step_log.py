@@ -19,7 +19,7 @@ class StepLog:
 
     def __init__(self, comm: Comm) -> None:
         self._comm, self._sent = comm, comm.sent
-        self.seconds = dict.fromkeys(_PHASES, 0.0)
+        self.seconds: dict[str, float] = {}
         self._phase = 0
         self._last = time.perf_counter()
 
@@ -48,7 +48,7 @@ class StepLog:
             inner_evaluations=found.evaluations,
             stop_reason=found.stop_reason,
             accepted=at.accepted,
-            seconds=self.seconds,
+            seconds=dict.fromkeys(_PHASES, 0.0) | self.seconds,
             sample_gradients=added(self._comm, at.objective.sample_gradients),
             set_sizes=at.sets.sizes,
             notes=tuple(at.notes),
