@@ -122,6 +122,8 @@ class KSD(CurvatureOptimizer):
             graph, room = _curvature(curvature), _budget(memory_budget)
             K, adjoined = _dimension(krylov_dim), _previous(previous)
             subspace = Krylov(K, graph, adjoined, room, _storage(storage, ranks.wire), D.bytes_in_step)
+        if not isinstance(subspace, SubspaceBuilder):
+            raise ValueError(f"subspace={subspace!r}: must be a SubspaceBuilder of your own, or None for Krylov's.")
         if not hasattr(search, "minimise"):
             raise ValueError(f"search={search!r}: must be a krylov_descent.Search(...) or ModelSearch(...).")
         self._strategies = Strategies(D, subspace, search, acceptance_of(rollback))

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 from torch import Tensor, nn
 
-from krylov_descent import KSD
+from krylov_descent import KSD, GaussNewtonFlow
 from krylov_descent.objective.objective import BatchLosses, Objective
 from krylov_descent.samples.interface import SamplePolicy, StepSets
 from krylov_descent.stepping.acceptance import Acceptance, AcceptanceState
@@ -39,6 +40,12 @@ def made(ratio: float) -> tuple[nn.Module, KSD, SamplePolicy]:
 
 def make(group: Any) -> tuple[nn.Module, KSD, SamplePolicy]:
     return made(0.97)
+
+
+def test_what_decides_nothing_is_refused() -> None:
+    for method in (KSD, GaussNewtonFlow):
+        with pytest.raises(ValueError, match="rollback='no': must be True, False, or an Acceptance"):
+            method(contract.network().parameters(), rollback="no")  # type: ignore[arg-type]
 
 
 def test_it_resumes(tmp_path: Path) -> None:

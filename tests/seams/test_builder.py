@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -56,6 +57,11 @@ def make(group: Any) -> tuple[nn.Module, KSD, SamplePolicy]:
     model = contract.network()
     optimizer = KSD(model.parameters(), subspace=GradientSpan(), preconditioner=None, process_group=group)
     return model, optimizer, contract.quarter()
+
+
+def test_what_builds_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="subspace=3: must be a SubspaceBuilder"):
+        KSD(contract.network().parameters(), subspace=3)  # type: ignore[arg-type]
 
 
 def test_it_resumes(tmp_path: Path) -> None:

@@ -122,9 +122,15 @@ class KeepEveryStep(Acceptance):
 
 
 def acceptance_of(rollback: bool | Acceptance) -> Acceptance:
-    """Return the strategy of an optimizer's argument."""
+    """Return the strategy of an optimizer's argument.
+
+    Raises:
+        ValueError: it is none.
+    """
     if isinstance(rollback, Acceptance):
         return rollback
+    if rollback not in (True, False):
+        raise ValueError(f"rollback={rollback!r}: must be True, False, or an Acceptance of your own.")
     return Rollback() if rollback else KeepEveryStep()
 
 
