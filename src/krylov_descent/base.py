@@ -274,7 +274,7 @@ class CurvatureOptimizer(ClosureOptimizer):
         decays = [group["weight_decay"] for group in self.param_groups]
         settings = zlib.crc32(f"{self._settings()} {decays} {policy}".encode())
         require_same(self._comm, parameters, (state.iteration, state.seed, self.krylov_dim, settings))
-        theta = current_point(parameters, state.acceptance.point, state.last_step, self._comm)
+        theta = current_point(parameters, state.earlier, state.last_step, self._comm)
         with self._atomic(parameters, theta):
             objective, samples = self._objective(closure, sets, parameters), self._sampler(policy)
             self._prepare(objective, samples, state)
@@ -312,12 +312,14 @@ class CurvatureOptimizer(ClosureOptimizer):
         parameters = self._parameters()
         policy = _policy(sets)
         state = self._remember(parameters, policy)
-        theta = current_point(parameters, state.acceptance.point, state.last_step, self._comm)
+        theta = current_point(parameters, state.earlier, state.last_step, self._comm)
         with self._atomic(parameters, theta):
             objective = self._objective(closure, sets, parameters)
             settlement, samples = settle(objective, self._sampler(policy), state, self._acceptance)
             if not settlement.accepted:
-                undone = dataclasses.replace(state, samples=samples, last_step=None, acceptance=self._acceptance.init())
+                undone = dataclasses.replace(
+                    state, samples=samples, last_step=None, earlier=None, acceptance=self._acceptance.init()
+                )
                 self._store(parameters, undone)
         return settlement
 

@@ -66,7 +66,8 @@ class KSD(CurvatureOptimizer):
         search: the search over the subspace: ``Search(...)``, the paper's BFGS; ``ModelSearch(...)``, the quadratic
             model's minimum if the loss agrees; or a ``SubspaceSearch`` of your own.
         weight_decay: c of ½·c·‖θ‖² in value, gradient and product alike, per group; 0 as in torch.optim.LBFGS.
-        rollback: with sets, undo a step that raised the loss on A, and double C. The paper keeps every step.
+        rollback: with sets, undo a step that raised the loss on A, and double C. The paper keeps every step. A step
+            to where the loss or its gradient is not finite is always undone.
             Or an ``Acceptance`` of your own.
         memory_budget: bytes that V, Kronecker factors and the graphs of B may take. Graphs that do not fit are rebuilt
             for every product, with a warning at the first step; if V or the factors do not fit, an error says what

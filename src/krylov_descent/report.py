@@ -91,7 +91,8 @@ class StepReport:
         inner_iterations: the number of BFGS iterations.
         inner_evaluations: the number of evaluations of f on C, with or without its gradient.
         stop_reason: why the search ended; ``stop_reason.remedy`` says what to do.
-        accepted: whether the previous step was kept; False means that it raised f on A and was undone first.
+        accepted: whether the previous step was kept; False means that it was undone first, as it raised f on A or ended
+            where f or its gradient is not finite.
         seconds: the time by phase: "gradient", "basis", "search".
         sample_gradients: the cost of this step in gradients of one sample (forward ⅓, Gauss–Newton or Fisher product
             4/3, Hessian product 2, sign probe ⅔).

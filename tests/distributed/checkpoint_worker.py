@@ -47,12 +47,12 @@ def build(small: bool = False, process_group: Any = None) -> tuple[nn.Module, KS
 def vectors(optimizer: KSD, iteration: int) -> dict[str, Tensor]:
     """The vectors that a run is pretended to have."""
     positions = torch.arange(optimizer.numel, dtype=next(iter(optimizer.param_groups[0]["params"])).dtype)
-    return {"last_step": positions + 100 * iteration + 1, "acceptance.point": -positions - 1}
+    return {"last_step": positions + 100 * iteration + 1, "earlier": -positions - 1}
 
 
 def numbers_of(iteration: int) -> dict[str, Number]:
     counts = {"iteration": iteration, "seed": 2**60 + 1, "samples.search_growth": 2}
-    return {**counts, "policy": "Subsets", "acceptance.loss": math.inf}
+    return {**counts, "policy": "Subsets", "acceptance.loss": math.inf, "wary": False}
 
 
 def pretend(model: nn.Module, optimizer: KSD, iteration: int) -> None:

@@ -418,7 +418,7 @@ def test_a_loss_that_is_not_finite_on_fresh_samples_goes_back() -> None:
     model = network()
     optimizer, sets = KSD(model.parameters(), **DEEP), Growing(data, batch_size=300, start=60, seed=0)
     steps(model, optimizer, sets, 3)
-    before = optimizer.state[next(model.parameters())]["acceptance.point"]
+    before = optimizer.state[next(model.parameters())]["earlier"]
     bad = theta(model)
 
     def blown(batch: Any) -> tuple[Tensor, Tensor]:

@@ -25,12 +25,12 @@ class Falling(Acceptance):
     ratio: float = 1.0
 
     def loss_before(
-        self, objective: Objective, sets: StepSets, state: AcceptanceState, losses: BatchLosses, g: Tensor | None
+        self, objective: Objective, sets: StepSets, state: AcceptanceState, losses: BatchLosses, earlier: Tensor
     ) -> float | None:
         return None if losses.mean < self.ratio * state.loss else state.loss
 
-    def after(self, at: GradientPass, d: Tensor | None) -> AcceptanceState:
-        return AcceptanceState() if d is None else AcceptanceState(at.theta(), at.losses.mean)
+    def after(self, at: GradientPass) -> AcceptanceState:
+        return AcceptanceState(at.losses.mean)
 
 
 def made(ratio: float) -> tuple[nn.Module, KSD, SamplePolicy]:

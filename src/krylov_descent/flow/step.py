@@ -151,9 +151,11 @@ def flow_step(
         seed=state.seed,
         policy=state.policy,
         samples=watch.after(),
-        acceptance=settings.acceptance.after(at, d),
-        adaptation=adaptation,
+        acceptance=settings.acceptance.after(at),
         last_step=d,
+        earlier=None if d is None else at.theta(),
+        wary=at.wary,
+        adaptation=adaptation,
         direction=direction,
     )
 

@@ -9,12 +9,13 @@ Five exchangeable strategies do the work: the sample policy (line 3), acceptance
 Deviations from the paper:
 1. Acceptance (lines 3-4): the next step's pass over A yields f(θ) at no extra cost. If the last step raised f and a
    forward pass at the earlier point confirms it, the step is rolled back, d_prev is dropped and C is doubled. The
-   paper keeps every step, as does ``rollback=False``.
+   paper keeps every step, as does ``rollback=False``. By every rule a step is rolled back if f or its gradient is
+   not finite where it ended; from then on steps are halved until the gradient is finite there.
 2. Line 1: the first step has no d_prev, unless the caller asks for one (``previous="e1"``).
 3. If the search finds no better point than a = 0, or rounding makes its step worse, θ stays and d_prev is empty.
 4. Line 5: a preconditioner with memory averages statistics from B, or a part of it, over steps.
 5. Line 3: growing sets grow when fresh samples confirm too little of the last steps, or when the loss on C disagrees
-   with the model (samples/growing.py); their steps are rolled back only if the loss is not finite.
+   with the model (samples/growing.py); their steps are rolled back only if f or its gradient is not finite.
 6. Line 6: once growing sets hold all samples, several earlier steps are adjoined, not only the last one.
 7. Lines 9-12: ``ModelSearch`` takes the minimum of the quadratic model, with the gradient on A, if C agrees.
 """
@@ -109,6 +110,8 @@ def ksd_step(
         preconditioner=D.state,
         subspace=builder.after(at, state.subspace, d),
         search=found.state,
-        acceptance=strategies.acceptance.after(at, d),
+        acceptance=strategies.acceptance.after(at),
         last_step=d,
+        earlier=None if d is None else at.theta(),
+        wary=at.wary,
     )

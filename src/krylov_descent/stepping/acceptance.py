@@ -3,15 +3,15 @@
 Letters: f on A at the point θ after the step and at the point before it; micro-batches b with weights w_b and loss
 differences d_b between the two points.
 
-The next step's pass over A yields f(θ) at no extra cost. Only if f has risen, forward passes confirm the rise on the
-same samples.
+The next step's pass over A yields f(θ) and its gradient at no extra cost. Where either is not finite the step is
+undone, whatever the acceptance rule. Only if f has risen, forward passes confirm the rise on the same samples.
 """
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch import Tensor
 from krylov_descent.objective.objective import BatchLosses, Objective, Statistics, relative_noise
 from krylov_descent.progress import Counted
 from krylov_descent.report import Settlement
-from krylov_descent.samples.interface import Choice, SamplePolicy, StepKey, StepSets, StepWatch
+from krylov_descent.samples.interface import Choice, Microbatch, SamplePolicy, StepKey, StepSets, StepWatch
 from krylov_descent.state import vector
 from krylov_descent.stepping.gradient_pass import GradientPass, pass_with_statistics, require_finite
 from krylov_descent.vectors.products import length
@@ -29,14 +29,12 @@ from krylov_descent.vectors.products import length
 
 @dataclass(frozen=True, eq=False)
 class AcceptanceState:
-    """The point to which the last step may be rolled back.
+    """The loss by which the last step is judged.
 
     Attributes:
-        point: θ before the step [P_local], or None if the step cannot be rolled back.
-        loss: f on A there, above which the step is rolled back; inf to roll back only if f is not finite.
+        loss: f on A before the step, above which the step is rolled back; inf for no such bound.
     """
 
-    point: Tensor | None = vector()
     loss: float = math.inf
 
 
@@ -51,6 +49,8 @@ class MethodState:
         samples: the state of the sample policy.
         acceptance: the state by which the last step is judged.
         last_step: the previous step [P_local], or None if none was taken.
+        earlier: θ before that step [P_local], to which it may be rolled back.
+        wary: whether steps must end where the gradient is finite; True once one did not.
     """
 
     iteration: int = 0
@@ -59,6 +59,8 @@ class MethodState:
     samples: Any
     acceptance: AcceptanceState
     last_step: Tensor | None = vector()
+    earlier: Tensor | None = vector()
+    wary: bool = False
 
 
 class Acceptance(ABC):
@@ -70,7 +72,7 @@ class Acceptance(ABC):
 
     @abstractmethod
     def loss_before(
-        self, objective: Objective, sets: StepSets, state: AcceptanceState, losses: BatchLosses, g: Tensor | None
+        self, objective: Objective, sets: StepSets, state: AcceptanceState, losses: BatchLosses, earlier: Tensor
     ) -> float | None:
         """Return f on A before the last step if that step must be rolled back; None to keep it.
 
@@ -78,32 +80,29 @@ class Acceptance(ABC):
             objective: f, with its parameters at the point after the step.
             sets: the sets of the next step.
             state: the state by which the last step is judged.
-            losses: f on A after the last step.
-            g: its gradient; None if it was not computed.
+            losses: f on A after the last step, finite.
+            earlier: θ before the last step [P_local].
         """
 
     @abstractmethod
-    def after(self, at: GradientPass, d: Tensor | None) -> AcceptanceState:
-        """Return the state by which to judge the step d from this point; d is None if no step was taken."""
+    def after(self, at: GradientPass) -> AcceptanceState:
+        """Return the state by which to judge a step from this point."""
 
 
 @dataclass(frozen=True)
 class Rollback(Acceptance):
-    """Rolls back a step after which the loss on A is higher beyond noise, or not finite."""
+    """Rolls back a step after which the loss on A is higher beyond noise."""
 
     def loss_before(
-        self, objective: Objective, sets: StepSets, state: AcceptanceState, losses: BatchLosses, g: Tensor | None
+        self, objective: Objective, sets: StepSets, state: AcceptanceState, losses: BatchLosses, earlier: Tensor
     ) -> float | None:
         """Return f before the step if it was lower beyond noise, confirmed on the same samples."""
-        assert state.point is not None
-        finite = math.isfinite(losses.mean) and (g is None or math.isfinite(length(g, objective.comm)))
-        return better_before(objective, sets, losses if finite else None, state.point, state.loss)
+        return better_before(objective, sets, losses, earlier, state.loss)
 
-    def after(self, at: GradientPass, d: Tensor | None) -> AcceptanceState:
-        """Return the point before the step; none if C is A, since the step cannot raise the loss on A then."""
-        if d is None or (at.sets.searches_all and not at.sets.grows):
-            return AcceptanceState()
-        return AcceptanceState(at.theta(), math.inf if at.sets.grows else at.losses.mean)
+    def after(self, at: GradientPass) -> AcceptanceState:
+        """Return the loss before the step; no bound if C is A, where a step cannot raise the loss, or if sets grow."""
+        bounded = not (at.sets.searches_all or at.sets.grows)
+        return AcceptanceState(at.losses.mean) if bounded else AcceptanceState()
 
 
 @dataclass(frozen=True)
@@ -111,14 +110,14 @@ class KeepEveryStep(Acceptance):
     """Keeps every step, as the paper does."""
 
     def loss_before(
-        self, objective: Objective, sets: StepSets, state: AcceptanceState, losses: BatchLosses, g: Tensor | None
+        self, objective: Objective, sets: StepSets, state: AcceptanceState, losses: BatchLosses, earlier: Tensor
     ) -> None:
         """Return None: no step is rolled back."""
         return
 
-    def after(self, at: GradientPass, d: Tensor | None) -> AcceptanceState:
-        """Return the point before the step if the sets grow, since they judge the step by it."""
-        return AcceptanceState(at.theta()) if d is not None and at.sets.grows else AcceptanceState()
+    def after(self, at: GradientPass) -> AcceptanceState:
+        """Return no bound."""
+        return AcceptanceState()
 
 
 def acceptance_of(rollback: bool | Acceptance) -> Acceptance:
@@ -168,6 +167,8 @@ def arrive(
 ) -> GradientPass:
     """Algorithm 3, lines 3-4: draw the sets, compute f and g on A, and roll the last step back if it is not accepted.
 
+    A step is also rolled back if f or g is not finite where it ended; steps are wary from then on.
+
     Args:
         objective: f and its derivatives on micro-batches.
         samples: draws the sets.
@@ -177,28 +178,35 @@ def arrive(
         theta: returns θ [P] where the step begins, if the caller has it.
 
     Raises:
-        ValueError: f or its gradient on A is not finite and there is no earlier point to return to.
+        ValueError: f or its gradient on A is not finite, and not at an earlier point either.
     """
     choice, key = samples.choose(state.iteration, state.samples), StepKey(state.seed, state.iteration)
     losses, g, gathered = _pass(objective, choice, key, gather)
-    notes, last, before = list(choice.notes), state.last_step, state.acceptance.point
+    grad_norm = length(g, objective.comm)
+    notes, last, earlier = list(choice.notes), state.last_step, state.earlier
     led = last if leads_here(objective, state) else None
-    if led is None and before is not None and choice.sets.grows and not choice.sets.covers_all:
+    if led is None and earlier is not None and choice.sets.grows and not choice.sets.covers_all:
         notes.append("The parameters were changed since the last step, which is therefore no evidence for larger sets.")
-    kept = led is None or acceptance.loss_before(objective, choice.sets, state.acceptance, losses, g) is None
-    here = _here(objective, theta) if kept else lambda: before
+    finite, rose = math.isfinite(losses.mean) and math.isfinite(grad_norm), False
+    if led is not None and finite:
+        assert earlier is not None
+        rose = acceptance.loss_before(objective, choice.sets, state.acceptance, losses, earlier) is not None
+    kept = led is None or (finite and not rose)
+    here = _here(objective, theta) if kept else lambda: earlier
     if not kept:
-        assert before is not None
+        assert earlier is not None
         del g, gathered  # vectors [P]
-        objective.move_to(before)
+        objective.move_to(earlier)
         choice = samples.choose(state.iteration, samples.policy.rolled_back(choice.state))
         key, last, led = replace(key, attempt=1), None, None
         losses, g, gathered = _pass(objective, choice, key, gather)
+        grad_norm = length(g, objective.comm)
+        what = "raised the loss on A" if rose else "ended where the loss on A or its gradient is not finite"
         larger = f"; C now has {choice.sets.sizes['C']} samples" if choice.sets.sizes else ""
-        notes.append(f"The previous step had raised the loss on A and was undone{larger}.")
-    grad_norm = length(g, objective.comm)
+        notes.append(f"The previous step had {what} and was undone{larger}.")
     require_finite(losses.mean, grad_norm)
-    found = (losses, g, grad_norm, gathered, last, led, kept, choice.state, notes)
+    wary = state.wary or not (kept or rose)
+    found = (losses, g, grad_norm, gathered, last, led, kept, choice.state, wary, notes)
     return GradientPass(objective, choice.sets, key, here, *found)  # type: ignore[arg-type]
 
 
@@ -219,22 +227,25 @@ def settle(
     """
     choice = samples.choose(state.iteration, state.samples)
     losses = objective.value(choice.sets.a)
-    earlier = None
-    if leads_here(objective, state):
-        earlier = acceptance.loss_before(objective, choice.sets, state.acceptance, losses, None)
-    if earlier is None:
+    lower = None
+    if state.earlier is not None and leads_here(objective, state):
+        if math.isfinite(losses.mean):
+            lower = acceptance.loss_before(objective, choice.sets, state.acceptance, losses, state.earlier)
+        else:
+            before = value_at(objective, state.earlier, choice.sets.a).mean
+            lower = before if math.isfinite(before) else None
+    if lower is None:
         return Settlement(losses.mean, accepted=True), state.samples
-    assert state.acceptance.point is not None
-    objective.move_to(state.acceptance.point)
-    return Settlement(earlier, accepted=False), samples.policy.rolled_back(choice.state)
+    assert state.earlier is not None
+    objective.move_to(state.earlier)
+    return Settlement(lower, accepted=False), samples.policy.rolled_back(choice.state)
 
 
 def leads_here(objective: Objective, state: MethodState) -> bool:
     """Return whether θ is bit for bit where the last step left it, on all ranks; otherwise the user has changed it."""
-    point, d = state.acceptance.point, state.last_step
-    if point is None or d is None:
+    if state.earlier is None or state.last_step is None:
         return False
-    x, left_at = objective.point(), objective.parameters.rounded(point + d)
+    x, left_at = objective.point(), objective.parameters.rounded(state.earlier + state.last_step)
     elsewhere = not torch.equal(x, left_at)
     if elsewhere:  # parameters that the loss does not use may be NaN at both
         elsewhere = bool(((x != left_at) & ~(x.isnan() & left_at.isnan())).any())
@@ -242,38 +253,38 @@ def leads_here(objective: Objective, state: MethodState) -> bool:
 
 
 def better_before(
-    objective: Objective,
-    sets: StepSets,
-    losses: BatchLosses | None,
-    earlier: Tensor,
-    earlier_loss: float,
+    objective: Objective, sets: StepSets, losses: BatchLosses, earlier: Tensor, earlier_loss: float
 ) -> float | None:
     """Return f on A at the earlier point if it was lower there beyond noise; otherwise, or if it is unclear, None.
 
     Args:
         objective: f, with its parameters at the point after the step.
         sets: the sets of the next step.
-        losses: f on A after the step; None if it or its gradient is not finite.
+        losses: f on A after the step, finite.
         earlier: the point before the step, this rank's part [P_local].
         earlier_loss: f at the earlier point on the A of its own step.
     """
     rounding = relative_noise(objective.parameters.params[0].dtype) * abs(earlier_loss)
-    if losses is not None and losses.mean <= earlier_loss + rounding:
+    if losses.mean <= earlier_loss + rounding:
         return None
     # Confirm on the same samples and with the same closure: A may be a fresh subset, and the user may have changed
     # the loss itself (its weights, a weight decay) since the last step.
     batches = sets.a if sets.covers_all else sets.a_in_parts
-    after = losses if losses is None or sets.covers_all else objective.value(batches)
-    theta = objective.point()
-    objective.move_to(earlier)
-    before = objective.value(batches)
-    objective.move_to(theta)
+    after = losses if sets.covers_all else objective.value(batches)
+    before = value_at(objective, earlier, batches)
     if not math.isfinite(before.mean):
         return None
-    if after is None:
-        return before.mean
     noise = 0.0 if sets.covers_all else 2 * _standard_error(before, after, objective)
     return before.mean if after.mean - before.mean > max(rounding, noise) else None
+
+
+def value_at(objective: Objective, point: Tensor, batches: Iterable[Microbatch]) -> BatchLosses:
+    """Return f at another point [P_local], and come back."""
+    theta = objective.point()
+    objective.move_to(point)
+    losses = objective.value(batches)
+    objective.move_to(theta)
+    return losses
 
 
 def _standard_error(before: BatchLosses, after: BatchLosses, objective: Objective) -> float:

@@ -37,6 +37,7 @@ class GradientPass:
         led_by: the previous step, if it ended at θ.
         accepted: whether the previous step was kept.
         samples: the state of the sample policy.
+        wary: whether the step must end where the gradient is finite.
         notes: notes for the step's report.
         keeps_gradient: whether g is still needed after the subspace is built.
     """
@@ -53,6 +54,7 @@ class GradientPass:
     led_by: Tensor | None
     accepted: bool
     samples: Any
+    wary: bool = False
     notes: list[str] = field(default_factory=list)
     keeps_gradient: bool = False
 

@@ -15,7 +15,9 @@ from krylov_descent.objective.objective import relative_noise
 from krylov_descent.report import StopReason
 from krylov_descent.samples.interface import Stateless
 from krylov_descent.stepping.gradient_pass import GradientPass
+from krylov_descent.vectors.products import length
 
+_HALVINGS = 10
 LOST_IN_ROUNDING = (
     "The step that the search found is lost in rounding to the parameters' dtype and was not taken; if every step ends "
     "so, training is finished or needs float64."
@@ -54,8 +56,14 @@ class SearchResult:
 def take(at: GradientPass, found: SearchResult) -> tuple[Tensor | None, SearchResult]:
     """Algorithm 3, line 13: θ ← θ + d in the parameters' dtype, unless f is higher there than at θ.
 
-    Rounding d once gives another point than the search's sequence of lines, so f is evaluated anew.
+    If an earlier step ended where the gradient is not finite, d is halved until it is finite at θ + d.
     """
+    d, found = _rounded(at, found)
+    return _differentiable(at, d, found) if at.wary and d is not None else (d, found)
+
+
+def _rounded(at: GradientPass, found: SearchResult) -> tuple[Tensor | None, SearchResult]:
+    """Move by d in the parameters' dtype: another point than the search's sequence of lines, so f is evaluated anew."""
     objective, here = at.objective, at.theta()
     at.theta = lambda: here
     d = None if found.d is None else objective.parameters.rounded(found.d)
@@ -69,6 +77,24 @@ def take(at: GradientPass, found: SearchResult) -> tuple[Tensor | None, SearchRe
     objective.move_to(here)
     at.notes.append(LOST_IN_ROUNDING)
     return None, replace(found, after=found.before, coefficients=(), stop_reason=StopReason.NOISE)
+
+
+def _differentiable(at: GradientPass, d: Tensor, found: SearchResult) -> tuple[Tensor | None, SearchResult]:
+    """Halve d until f and its gradient on A are finite, as long as f on C is lower than at θ."""
+    objective, here = at.objective, at.theta()
+    for _ in range(_HALVINGS):
+        losses, g = objective.value_and_gradient(at.sets.a)
+        if math.isfinite(losses.mean) and math.isfinite(length(g, objective.comm)):
+            return d, found
+        d = objective.parameters.rounded(d / 2)
+        objective.move_to(here + d)
+        found = replace(
+            found, after=objective.value(at.sets.c).mean, coefficients=tuple(a / 2 for a in found.coefficients)
+        )
+        if not found.after < found.before:
+            break
+    objective.move_to(here)
+    return None, replace(found, after=found.before, coefficients=(), stop_reason=StopReason.NON_FINITE)
 
 
 def at_rest(at: GradientPass, state: Any) -> SearchResult:
