@@ -48,7 +48,7 @@ _REMEDY: Mapping[EndReason, str] = {
         "a larger krylov_dim (KSD), more rows (GaussNewtonFlow) or float64 may lower it further."
     ),
     EndReason.STUCK: (
-        "Several steps in a row found no lower loss with a finite gradient: converged to the rounding error of the dtype. "
+        "Several steps in a row found no lower loss with a finite gradient: converged to the dtype's rounding error. "
         "In float32, continue in float64 (model.double() and a new optimizer)."
     ),
 }
