@@ -21,7 +21,7 @@ ROOMS = {
     "safety": "distributed vectors",
     "layers": "distributed",
     "state": "distributed vectors",
-    "objective": "distributed progress samples vectors",
+    "objective": "distributed progress safety samples vectors",
     "curvature": "distributed objective samples vectors",
     "stepping": "distributed objective progress report samples state vectors",
     "preconditioners": "curvature distributed layers objective samples stepping vectors",
@@ -118,4 +118,4 @@ def test_one_room_imports_torch_distributed_and_no_file_prints() -> None:
     for file, path in FILES.items():
         distributed = any(other.startswith("torch.distributed") for other in imports(path)[1])
         assert not distributed or room(file) == "distributed", file
-        assert "print(" not in path.read_text(), file
+        assert " print(" not in path.read_text(), file

@@ -39,6 +39,7 @@ from krylov_descent.objective.objective import BatchLosses, Objective
 from krylov_descent.preconditioners.fisher import Fisher
 from krylov_descent.report import StepReport, StopReason
 from krylov_descent.safety.atomic import RestoreOnError
+from krylov_descent.safety.footprint import Footprint
 from krylov_descent.samples.interface import SamplePolicy, StepKey, StepSets
 from krylov_descent.stepping.gradient_pass import pass_with_statistics, require_finite
 from krylov_descent.stepping.step_log import StepLog
@@ -151,8 +152,10 @@ class HessianFree(ClosureOptimizer):
         iteration = int(numbers.get("iteration", 0))
         damping = float(numbers.get("damping", self._damping))
         theta = parameters.read()
-        with RestoreOnError(parameters, lambda: theta, self.state), torch.enable_grad(), self._full_precision():
-            objective = self._objective(closure, sets, parameters)
+        footprint = Footprint(parameters.device)
+        atomic = RestoreOnError(parameters, lambda: theta, self.state, footprint)
+        with atomic, torch.enable_grad(), self._full_precision():
+            objective = self._objective(closure, sets, parameters, footprint)
             draw = drawn(sets, iteration, _QUARTER)
             if iteration == 0:
                 check_consistency(objective, draw, curvature_of_outputs=self._curvature != "hessian")

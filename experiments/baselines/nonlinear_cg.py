@@ -22,6 +22,7 @@ from krylov_descent.objective.consistency import check_consistency
 from krylov_descent.objective.objective import Objective, relative_noise
 from krylov_descent.report import StepReport, StopReason
 from krylov_descent.safety.atomic import RestoreOnError
+from krylov_descent.safety.footprint import Footprint
 from krylov_descent.samples.interface import SamplePolicy, StepSets
 from krylov_descent.stepping.gradient_pass import require_finite
 from krylov_descent.stepping.step_log import StepLog
@@ -78,8 +79,10 @@ class NonlinearCG(ClosureOptimizer):
         numbers = dict(self.state.get(self._first_parameter(), {}))
         iteration = int(numbers.get("iteration", 0))
         theta = parameters.read()
-        with RestoreOnError(parameters, lambda: theta, self.state), torch.enable_grad(), self._full_precision():
-            objective = self._objective(closure, sets, parameters)
+        footprint = Footprint(parameters.device)
+        atomic = RestoreOnError(parameters, lambda: theta, self.state, footprint)
+        with atomic, torch.enable_grad(), self._full_precision():
+            objective = self._objective(closure, sets, parameters, footprint)
             draw = drawn(sets, iteration, 1)
             if iteration == 0:
                 check_consistency(objective, draw, curvature_of_outputs=False)

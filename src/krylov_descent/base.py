@@ -27,6 +27,7 @@ from krylov_descent.report import Settlement, StepReport
 from krylov_descent.run import Run
 from krylov_descent.safety.atomic import RestoreOnError, current_point
 from krylov_descent.safety.checksum import require_intact, with_checksum
+from krylov_descent.safety.footprint import Footprint
 from krylov_descent.samples.interface import FullBatch, SamplePolicy, Stateless
 from krylov_descent.state import Parts, on_rank, put_together, read_state, require_whole, taken_apart, write_state
 from krylov_descent.stepping.acceptance import Acceptance, Sampler, settle
@@ -150,7 +151,11 @@ class ClosureOptimizer(Optimizer):
         return first
 
     def _objective(
-        self, closure: Callable[..., Any], sets: SamplePolicy | None, parameters: ParameterVector
+        self,
+        closure: Callable[..., Any],
+        sets: SamplePolicy | None,
+        parameters: ParameterVector,
+        footprint: Footprint | None = None,
     ) -> Objective:
         """Return the objective over the present groups.
 
@@ -176,7 +181,7 @@ class ClosureOptimizer(Optimizer):
         # The closure's code, since the closure itself may hold data that must be freed with it.
         identity = getattr(closure, "__code__", type(closure))
         self._workspace = self._workspace.of_closure((identity, *map(id, parameters.params)))
-        objective = Objective(call, parameters, self._comm, self._workspace)
+        objective = Objective(call, parameters, self._comm, self._workspace, footprint)
         objective.tell = self.on_progress or nobody
         return objective
 
@@ -275,8 +280,9 @@ class CurvatureOptimizer(ClosureOptimizer):
         settings = zlib.crc32(f"{self._settings()} {decays} {policy}".encode())
         require_same(self._comm, parameters, (state.iteration, state.seed, self.krylov_dim, settings))
         theta = current_point(parameters, state.earlier, state.last_step, self._comm)
-        with self._atomic(parameters, theta):
-            objective, samples = self._objective(closure, sets, parameters), self._sampler(policy)
+        footprint = Footprint(parameters.device)
+        with self._atomic(parameters, theta, footprint, policy):
+            objective, samples = self._objective(closure, sets, parameters, footprint), self._sampler(policy)
             self._prepare(objective, samples, state)
             if state.iteration:
                 objective.first_look = steady
@@ -313,8 +319,9 @@ class CurvatureOptimizer(ClosureOptimizer):
         policy = _policy(sets)
         state = self._remember(parameters, policy)
         theta = current_point(parameters, state.earlier, state.last_step, self._comm)
-        with self._atomic(parameters, theta):
-            objective = self._objective(closure, sets, parameters)
+        footprint = Footprint(parameters.device)
+        with self._atomic(parameters, theta, footprint, policy):
+            objective = self._objective(closure, sets, parameters, footprint)
             settlement, samples = settle(objective, self._sampler(policy), state, self._acceptance)
             if not settlement.accepted:
                 undone = dataclasses.replace(
@@ -323,11 +330,14 @@ class CurvatureOptimizer(ClosureOptimizer):
                 self._store(parameters, undone)
         return settlement
 
-    def _atomic(self, parameters: ParameterVector, theta: Callable[[], Tensor]) -> AbstractContextManager[Any]:
+    def _atomic(
+        self, parameters: ParameterVector, theta: Callable[[], Tensor], footprint: Footprint, policy: SamplePolicy
+    ) -> AbstractContextManager[Any]:
         """Return the context of a step: gradients on, full precision, and everything restored if it raises."""
         stack = ExitStack()
+        stack.push(lambda kind, *_: policy.interrupted() if kind is not None else None)
         for context in (
-            RestoreOnError(parameters, theta, self.state),
+            RestoreOnError(parameters, theta, self.state, footprint),
             torch.enable_grad(),
             self._full_precision(),
             lean_graphs(parameters.params),

@@ -18,8 +18,9 @@ from krylov_descent.checking.second_derivatives import Trace, traced
 from krylov_descent.curvature.gauss_newton import require_influence
 from krylov_descent.distributed.sharded import is_sharded
 from krylov_descent.objective.closure import BackwardWatch, Evaluation, require_outputs, require_rows
-from krylov_descent.objective.consistency import ModuleLog, bypass, bypass_text, inconsistencies, watching
+from krylov_descent.objective.consistency import bypass, bypass_text, in_training, inconsistencies
 from krylov_descent.objective.precision import REMEDY, reduced
+from krylov_descent.safety.footprint import Footprint
 
 _DTYPE = re.compile(
     r"dtype|scalar type|not implemented for '|should be the same|can't be cast|must be of floating", re.IGNORECASE
@@ -143,10 +144,11 @@ def consistency(problem: Problem) -> Iterator[Finding]:
     """Report everything that the first step would refuse."""
     natural, batch = problem.natural, problem.batch
     halves = None if problem.draw.probe is None else problem.draw.probe[1:]
-    with watching() as seen:
-        first = natural.evaluate(batch)
+    first = natural.evaluate(batch)
+    with Footprint() as seen:
         again = natural.forward(batch).loss
-        found = {x.what: x for x in inconsistencies(natural, first, again.item(), seen, halves, problem.names.module)}
+    found = {x.what: x for x in inconsistencies(natural, first, again.item(), seen, halves, problem.names.module)}
+    seen.restore_buffers()
     problem.deterministic = "random" not in found
     if wrapper := found.get("wrapper"):
         problem.wrapped = True
@@ -163,7 +165,7 @@ def consistency(problem: Problem) -> Iterator[Finding]:
         yield from _rows(problem, first, seen)
 
 
-def _rows(problem: Problem, whole: Evaluation, seen: ModuleLog) -> Iterator[Finding]:
+def _rows(problem: Problem, whole: Evaluation, seen: Footprint) -> Iterator[Finding]:
     """Row i of each output must be that of sample i, whatever else is in the batch."""
     assert problem.draw.probe is not None
     start = 0
@@ -173,7 +175,7 @@ def _rows(problem: Problem, whole: Evaluation, seen: ModuleLog) -> Iterator[Find
             if z.ndim == 0 or len(z) != whole.samples or len(of_half) != part.samples:
                 return  # reported by the check of the outputs
             if _differ(z[start : start + part.samples], of_half):
-                norms = seen.training((torch.nn.modules.batchnorm._NormBase,), problem.names.module)
+                norms = in_training(seen, (torch.nn.modules.batchnorm._NormBase,), problem.names.module)
                 cause = f" ({', '.join(norms)} is in train mode)" if norms else ""
                 remedy = "Return outputs batch first, of models that treat samples one by one"
                 yield Finding(

@@ -14,10 +14,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from krylov_descent.checking.restore import Buffers
 from krylov_descent.curvature import CURVATURES, CurvatureProduct
 from krylov_descent.objective.closure import Evaluation
 from krylov_descent.optimizer import KSD
+from krylov_descent.safety.footprint import Footprint
 from krylov_descent.samples.interface import FullBatch, Microbatch, StepSets
 from krylov_descent.samples.subsets import Stream, Subsets
 
@@ -159,7 +159,7 @@ class Problem:
         sets: Any,
         krylov_dim: int,
         curvature: Curvature,
-        buffers: Buffers,
+        buffers: Footprint,
     ) -> None:
         self.names, self.sets, self.krylov_dim, self.curvature = names, sets, krylov_dim, curvature
         self.optimizer = KSD(names.parameters, krylov_dim=krylov_dim, curvature=curvature)
@@ -232,13 +232,13 @@ class Problem:
         return self.optimizer._full_precision()
 
 
-def _repeatable(closure: Callable[..., Any], buffers: Buffers) -> Callable[..., Any]:
+def _repeatable(closure: Callable[..., Any], buffers: Footprint) -> Callable[..., Any]:
     @functools.wraps(closure, updated=())
     def repeatable(*batch: Any) -> Any:
         torch.manual_seed(0)
         try:
             return closure(*batch)
         finally:
-            buffers.restore()
+            buffers.restore_buffers()
 
     return repeatable

@@ -11,33 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from krylov_descent.objective.consistency import same_bits
-
-
-class Buffers:
-    """Copies of the buffers of a model."""
-
-    def __init__(self, model: nn.Module | None) -> None:
-        modules = [] if model is None else list(model.modules())
-        self._kept = [
-            (module, key, buffer, buffer.detach().clone())
-            for module in modules
-            for key, buffer in module._buffers.items()
-            if buffer is not None
-        ]
-
-    def restore(self) -> None:
-        """Restore changed buffers through .data, so that graphs that hold one stay valid."""
-        for module, key, buffer, before in self._kept:
-            module._buffers[key] = buffer
-            if not same_bits(buffer, before):
-                buffer.data.copy_(before)
+from krylov_descent.safety.footprint import Footprint
 
 
 @contextmanager
-def as_found(model: nn.Module | None, params: Sequence[Tensor]) -> Iterator[Buffers]:
-    """A context that restores everything at its end; yields the copies of the buffers."""
-    buffers = Buffers(model)
+def as_found(model: nn.Module | None, params: Sequence[Tensor]) -> Iterator[Footprint]:
+    """A context that restores everything at its end; yields the copies of the model's buffers."""
+    buffers = Footprint()
+    if model is not None:
+        buffers.note(model)
     tensors = [x for p in params for x in (p, p.grad) if x is not None]
     values = [(x, x.data, x.detach().clone()) for x in tensors]
     flags = [(p, p.requires_grad, p.grad) for p in params]
@@ -45,7 +27,7 @@ def as_found(model: nn.Module | None, params: Sequence[Tensor]) -> Iterator[Buff
     try:
         yield buffers
     finally:
-        buffers.restore()
+        buffers.restore_buffers()
         for x, data, before in values:
             x.data = data
             if not torch.equal(data, before):

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -279,14 +278,3 @@ def no_inference_mode() -> None:
     """
     if torch.is_inference_mode_enabled():
         raise ValueError("KSD.step needs gradients and was called inside torch.inference_mode(). Leave it first.")
-
-
-@contextmanager
-def same_path_as_with_gradients() -> Iterator[None]:
-    """Disable nn.TransformerEncoder's inference-only kernels, so that losses are comparable between passes."""
-    enabled = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(enabled)

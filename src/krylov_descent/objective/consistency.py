@@ -8,17 +8,16 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_pre_hook
+from torch import nn
 
 from krylov_descent.distributed import run_on_all
 from krylov_descent.objective.closure import Evaluation, require_dense, require_outputs
 from krylov_descent.objective.objective import FORWARD, PROBE, Objective
+from krylov_descent.safety.footprint import Footprint
 from krylov_descent.samples.interface import Microbatch, StepSets
 from krylov_descent.vectors.sums import WeightedSum
 
@@ -43,45 +42,14 @@ class Inconsistency:
         return f"{self.detail} {self.remedy}"
 
 
-class ModuleLog:
-    """The modules that ran, and copies of their buffers from before."""
-
-    def __init__(self) -> None:
-        self.modules: dict[int, nn.Module] = {}
-        self.buffers: list[tuple[nn.Module, str, Tensor, Tensor]] = []
-
-    def note(self, module: nn.Module, args: object) -> None:
-        """Record a module that is about to run."""
-        if id(module) not in self.modules:
-            self.modules[id(module)] = module
-            for name, buffer in module._buffers.items():
-                if buffer is not None:
-                    self.buffers.append((module, name, buffer, buffer.detach().clone()))
-
-    def moved(self, name: Name = kind, *, put_back: bool = True) -> list[str]:
-        """Return the names of changed buffers, and restore them if ``put_back``."""
-        names = []
-        for module, key, buffer, before in self.buffers:
-            if module._buffers.get(key) is not buffer or not same_bits(buffer, before):
-                names.append(name(module, f".{key}"))
-                if put_back:
-                    with torch.no_grad():
-                        buffer.copy_(before)
-                    module._buffers[key] = buffer
-        return sorted(set(names))
-
-    def training(self, kinds: tuple[type[nn.Module], ...], name: Name = kind) -> list[str]:
-        """Return the names of the modules of these kinds that ran in train mode."""
-        return sorted({name(m, "") for m in self.modules.values() if isinstance(m, kinds) and m.training})
-
-    def dropping(self, name: Name = kind) -> list[str]:
-        """Return the names of the modules that ran with active dropout."""
-        return sorted({name(m, "") for m in self.modules.values() if m.training and _dropout(m) > 0})
+def in_training(seen: Footprint, kinds: tuple[type[nn.Module], ...], name: Name = kind) -> list[str]:
+    """Return the names of the modules of these kinds that ran in train mode."""
+    return sorted({name(m, "") for m in seen.modules.values() if isinstance(m, kinds) and m.training})
 
 
-def same_bits(x: Tensor, y: Tensor) -> bool:
-    """Whether all entries are equal; NaN equals NaN."""
-    return bool(((x == y) | ((x != x) & (y != y))).all())
+def dropping(seen: Footprint, name: Name = kind) -> list[str]:
+    """Return the names of the modules that ran with active dropout."""
+    return sorted({name(m, "") for m in seen.modules.values() if m.training and _dropout(m) > 0})
 
 
 _DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
@@ -117,17 +85,18 @@ def _check(objective: Objective, draw: StepSets, curvature_of_outputs: bool) -> 
     batch = next(iter(draw.a), None) if probe is None else probe[0]
     if batch is None:
         return  # a rank without samples
-    with watching() as seen:
-        first = objective.evaluate(batch)
-        objective.sample_gradients += FORWARD * first.samples
+    first = objective.evaluate(batch)
+    objective.sample_gradients += FORWARD * first.samples
+    with Footprint() as seen:  # of the second call: the first may fill caches
         again = _value(objective, batch)[0]
-        if curvature_of_outputs and first.weight > 0:
-            _warn_of_bypass(objective, first)
-    for found in inconsistencies(objective, first, again, seen, None if probe is None else probe[1:]):
+    if curvature_of_outputs and first.weight > 0:
+        _warn_of_bypass(objective, first)
+    halves = None if probe is None else probe[1:]
+    for found in inconsistencies(objective, first, again, seen, halves):
         raise ValueError(str(found))
 
 
-def steady(evaluate: Callable[[], Evaluation]) -> Evaluation:
+def steady(evaluate: Callable[[], Evaluation], seen: Footprint) -> Evaluation:
     """Check the first evaluation of a later step, as train or eval mode may have been switched, and return it.
 
     An evaluation that changes a buffer or the generator is repeated, to tell a cache from a layer in train mode.
@@ -136,23 +105,23 @@ def steady(evaluate: Callable[[], Evaluation]) -> Evaluation:
         ValueError: the closure is inconsistent.
     """
     generator = torch.get_rng_state()
-    with watching() as seen:
+    with seen:
         first = evaluate()
-        if not (seen.moved(put_back=False) or seen.dropping()) and torch.equal(generator, torch.get_rng_state()):
-            return first
-        with watching() as again:
-            second = evaluate()
-        losses = first.loss.item(), second.loss.item()
-        for found in (*_moving(again.moved()), *_random(*losses, second, seen, kind)):
-            raise ValueError(str(found))
-        return second
+    if not (seen.changed(kind) or dropping(seen)) and torch.equal(generator, torch.get_rng_state()):
+        return first
+    with Footprint() as again:
+        second = evaluate()
+    losses = first.loss.item(), second.loss.item()
+    for found in (*_moving(again.changed(kind)), *_random(*losses, second, seen, kind)):
+        raise ValueError(str(found))
+    return second
 
 
 def inconsistencies(
     objective: Objective,
     first: Evaluation,
     again: float,
-    seen: ModuleLog,
+    seen: Footprint,
     halves: tuple[Microbatch, ...] | None,
     name: Name = kind,
 ) -> Iterator[Inconsistency]:
@@ -162,7 +131,7 @@ def inconsistencies(
         objective: the objective with the closure.
         first: an evaluation of a small batch.
         again: the loss of the same batch at a second call.
-        seen: the modules that ran in both; buffers that they changed are restored.
+        seen: the modules that ran in the second call.
         halves: the two halves of that batch, or None.
         name: the function that names modules.
     """
@@ -174,7 +143,7 @@ def inconsistencies(
             "be differentiated twice.",
             "Call the bare model (model.module) and give the ranks to KSD(process_group=...).",
         )
-    moved = seen.moved(name)
+    moved = seen.changed(name)
     eps = torch.finfo(first.loss.dtype).eps
     yield from _moving(moved)
     whole = first.loss.item()
@@ -195,7 +164,7 @@ def inconsistencies(
         return
     likely = "samples influence each other's loss (batch statistics, a contrastive loss, in-batch negatives)"
     remedy = "write the loss as a mean of terms of one sample each"
-    norms = seen.training((nn.modules.batchnorm._NormBase,), name)
+    norms = in_training(seen, (nn.modules.batchnorm._NormBase,), name)
     if norms:
         likely, remedy = f"{', '.join(norms)} is in train mode", "call model.eval() before training with KSD"
     elif abs(whole - sum(f for f, _ in parts)) <= tolerance:
@@ -224,11 +193,11 @@ def _moving(moved: Sequence[str]) -> Iterator[Inconsistency]:
         )
 
 
-def _random(loss: float, again: float, evaluation: Evaluation, seen: ModuleLog, name: Name) -> Iterator[Inconsistency]:
+def _random(loss: float, again: float, evaluation: Evaluation, seen: Footprint, name: Name) -> Iterator[Inconsistency]:
     # The same sums in the same order, except for atomic additions on a GPU.
     differs = math.isfinite(loss) != math.isfinite(again)
     differs |= abs(loss - again) > 64 * torch.finfo(evaluation.loss.dtype).eps * abs(loss)
-    dropout = seen.dropping(name)
+    dropout = dropping(seen, name)
     if differs or dropout:  # dropout of few values may by chance be the same twice
         cause = f" Dropout is active in {', '.join(dropout)}: call model.eval(), or set p = 0." if dropout else ""
         yield Inconsistency(
@@ -279,17 +248,3 @@ def bypass_text(part: float) -> str:
 def _value(objective: Objective, batch: Microbatch) -> tuple[float, float]:
     evaluation = objective.forward(batch)
     return evaluation.loss.item(), evaluation.weight
-
-
-@contextmanager
-def watching() -> Iterator[ModuleLog]:
-    """Record the modules that run inside; restore their buffers after an error."""
-    seen = ModuleLog()
-    handle = register_module_forward_pre_hook(seen.note)
-    try:
-        yield seen
-    except BaseException:
-        seen.moved()
-        raise
-    finally:
-        handle.remove()

@@ -22,6 +22,7 @@ from krylov_descent.objective import closure as closures
 from krylov_descent.objective.closure import BatchClosure, Evaluation
 from krylov_descent.objective.workspace import Workspace
 from krylov_descent.progress import Tell, nobody
+from krylov_descent.safety.footprint import Footprint, same_path_as_with_gradients
 from krylov_descent.samples.subsets import Microbatch
 from krylov_descent.vectors.parameters import ParameterVector
 from krylov_descent.vectors.sums import WeightedSum, exact_sum
@@ -98,15 +99,21 @@ class _Gathered:
         self.weights.append(weight)
 
 
-def _as_it_is(evaluate: Callable[[], Evaluation]) -> Evaluation:
-    return evaluate()
+def _as_it_is(evaluate: Callable[[], Evaluation], seen: Footprint) -> Evaluation:
+    with seen:
+        return evaluate()
 
 
 class Objective:
     """f, ∇f and evaluations on micro-batches, with their cost in ``sample_gradients``."""
 
     def __init__(
-        self, closure: BatchClosure, parameters: ParameterVector, comm: Comm, workspace: Workspace | None = None
+        self,
+        closure: BatchClosure,
+        parameters: ParameterVector,
+        comm: Comm,
+        workspace: Workspace | None = None,
+        footprint: Footprint | None = None,
     ) -> None:
         self.parameters = parameters
         self.comm = comm
@@ -114,7 +121,9 @@ class Objective:
         """The workspace of this closure and these parameters, kept from step to step."""
         self.sample_gradients = 0.0
         self.tell: Tell = nobody
-        self.first_look: Callable[[Callable[[], Evaluation]], Evaluation] = _as_it_is
+        self.footprint = Footprint(parameters.device) if footprint is None else footprint
+        """What the closure may touch; its first call in a step is noted."""
+        self.first_look: Callable[[Callable[[], Evaluation], Footprint], Evaluation] = _as_it_is
         """Performs the first evaluation of a step, and may refuse it."""
         self._closure = closure
         self._watched = False
@@ -123,7 +132,6 @@ class Objective:
         self, batch: Microbatch, inside: Callable[[], AbstractContextManager[Any]] = nullcontext
     ) -> Evaluation:
         """Return the closure's graph, checked for common mistakes; ``inside()`` is a context for each call alone."""
-        look = _as_it_is if self._watched else self.first_look
 
         def closure(data: Any) -> Any:
             with inside():
@@ -132,7 +140,7 @@ class Objective:
         with self.parameters.without_grads():
             watch = closures.BackwardWatch(self.parameters.params)
             try:
-                evaluation = look(lambda: closures.evaluate(closure, batch))
+                evaluation = self._look(lambda: closures.evaluate(closure, batch), self.first_look)
             except Exception:
                 watch.check()
                 raise
@@ -141,6 +149,14 @@ class Objective:
             closures.require_graph(evaluation)
             self._watched = True
         return evaluation
+
+    def _look(
+        self,
+        evaluate: Callable[[], Evaluation],
+        first: Callable[[Callable[[], Evaluation], Footprint], Evaluation] = _as_it_is,
+    ) -> Evaluation:
+        """Evaluate, noting what the closure touches until a call with samples of weight has passed."""
+        return evaluate() if self._watched else first(evaluate, self.footprint)
 
     def point(self) -> Tensor:
         """Return a copy of this rank's part of θ [P_local]."""
@@ -174,10 +190,10 @@ class Objective:
 
     def forward(self, batch: Microbatch) -> Evaluation:
         """Call the closure without a graph."""
-        with closures.same_path_as_with_gradients():
+        with same_path_as_with_gradients():
             try:
                 with self.parameters.frozen():
-                    evaluation = closures.evaluate(self._closure, batch)
+                    evaluation = self._look(lambda: closures.evaluate(self._closure, batch))
             except RuntimeError as error:
                 if not closures.misses_graph(error):
                     raise

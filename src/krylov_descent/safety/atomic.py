@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from krylov_descent.distributed import Comm
+from krylov_descent.safety.footprint import Footprint
 from krylov_descent.vectors.parameters import ParameterVector
 
 
@@ -29,7 +30,7 @@ def current_point(parameters: ParameterVector, x: Tensor | None, d: Tensor | Non
 
 
 class RestoreOnError:
-    """Context of a step: on an error, parameters, state, generators, ``.grad`` and flags are restored.
+    """Context of a step: on an error, parameters, state, ``.grad``, flags and all of the footprint are restored.
 
     It is no generator: one that KeyboardInterrupt cuts off would restore when it is collected, at any time.
 
@@ -37,16 +38,19 @@ class RestoreOnError:
         parameters: the parameters that the step moves.
         theta: a function that returns their current values.
         state: the optimizer's state; steps replace its tensors and never write to them.
+        footprint: what the closure touches beside them, noted by the objective.
     """
 
     def __init__(
-        self, parameters: ParameterVector, theta: Callable[[], Tensor], state: MutableMapping[Tensor, Any]
+        self,
+        parameters: ParameterVector,
+        theta: Callable[[], Tensor],
+        state: MutableMapping[Tensor, Any],
+        footprint: Footprint,
     ) -> None:
-        self._parameters, self._theta, self._state = parameters, theta, state
+        self._parameters, self._theta, self._state, self._footprint = parameters, theta, state, footprint
         self._entries = {p: dict(entry) for p, entry in state.items()}
         self._grads = [p.grad for p in parameters.params]
-        self._generators = generators(parameters.device)
-        self._fastpath = torch.backends.mha.get_fastpath_enabled()
 
     def __enter__(self) -> None:
         pass
@@ -77,13 +81,4 @@ class RestoreOnError:
         for p, entry in self._entries.items():
             self._state[p].clear()
             self._state[p].update(entry)
-        torch.set_rng_state(self._generators[0])
-        if len(self._generators) > 1:
-            torch.cuda.set_rng_state(self._generators[1], self._parameters.device)
-        torch.backends.mha.set_fastpath_enabled(self._fastpath)
-
-
-def generators(device: torch.device) -> list[Tensor]:
-    """Return the states of torch's generators: the CPU's, and the CUDA device's if it is one."""
-    cuda = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
-    return [torch.get_rng_state(), *cuda]
+        self._footprint.restore()

@@ -174,6 +174,9 @@ class SamplePolicy(ABC):
         """Return the state after a rollback of a step that raised the loss on A, with larger sets for example."""
         return state
 
+    def interrupted(self) -> None:  # noqa: B027 — an optional one
+        """Give up what a step that raised may have left half done, such as worker processes that load samples."""
+
     def watch(self, sets: StepSets, state: Any, last_step: Tensor | None) -> StepWatch:
         """Return the observer of the step on these sets; ``last_step`` is the step that ended here, if any."""
         return StepWatch(state)

@@ -44,6 +44,9 @@ class TensorSource:
         for chunk in chunks:
             yield [self._batch(indices) for indices in parts_of(chunk)]
 
+    def restart(self) -> None:
+        """Do nothing: there are no workers."""
+
     def _batch(self, indices: Indices) -> Any:
         if isinstance(indices, range):
             batch = tuple(tensor[indices.start : indices.stop] for tensor in self._tensors)
@@ -53,23 +56,26 @@ class TensorSource:
 
 
 class DatasetSource:
-    """Makes batches by one DataLoader, whose workers serve every set of every step."""
+    """Makes batches by one DataLoader, whose workers serve every set of every step, until one of them fails."""
 
     def __init__(self, batches: _Batches, num_workers: int, device: Device, seed: int) -> None:
         # A tensor from a worker lies in shared memory and holds a file descriptor; keeping B and C would exhaust them.
         self._placed = functools.partial(_placed, device=device, unshare=num_workers > 0)
         self._pending = _Pending()
         self._turn = 0
-        self._loader: DataLoader[list[Any]] = DataLoader(
+        # The loader draws a seed at each iteration; with its own generator the global one stays untouched.
+        generator = torch.Generator("cpu").manual_seed(seed % 2**63)
+        self._new_loader = functools.partial(
+            DataLoader[list[Any]],
             cast(Dataset[list[Any]], batches),
             batch_size=None,  # one item of _Batches is collated already
             sampler=self._pending,
             collate_fn=_unchanged,
             num_workers=num_workers,
             persistent_workers=num_workers > 0,
-            # The loader draws a seed at each iteration; with its own generator the global one stays untouched.
-            generator=torch.Generator("cpu").manual_seed(seed % 2**63),
+            generator=generator,
         )
+        self._loader = self._new_loader()
 
     def load(self, parts_of: PartsOf, chunks: range) -> Iterator[list[Any]]:
         """Yield, for each chunk, the batch of each of its parts."""
@@ -81,9 +87,28 @@ class DatasetSource:
                 self._turn += 1
                 turn = self._turn
                 self._pending.restart = functools.partial(map, lambda i: _lists(parts_of(i)), chunks[done:])
-                with torch.device("cpu"):  # where the generator is, whatever the default device
-                    loaded = iter(self._loader)
-            yield [self._placed(batch) for batch in next(loaded)]
+                loaded = self._begun()
+            yield [self._placed(batch) for batch in self._next(loaded)]
+
+    def restart(self) -> None:
+        """Use new workers from now on: Ctrl-C ends workers, and one that is cut short leaves answers behind."""
+        self._turn += 1
+        self._loader = self._new_loader()
+
+    def _begun(self) -> Iterator[list[Any]]:
+        try:
+            with torch.device("cpu"):  # where the generator is, whatever the default device
+                return iter(self._loader)
+        except BaseException:
+            self.restart()
+            raise
+
+    def _next(self, loaded: Iterator[list[Any]]) -> list[Any]:
+        try:
+            return next(loaded)
+        except BaseException:
+            self.restart()
+            raise
 
 
 class _Pending:

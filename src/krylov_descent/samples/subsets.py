@@ -183,6 +183,10 @@ class Subsets(SamplePolicy):
         """Double C, which was too small to judge the step."""
         return SubsetsState(state.search_growth + 1)
 
+    def interrupted(self) -> None:
+        """Start new workers."""
+        self._source.restart()
+
     def draw(
         self,
         iteration: int,
