@@ -18,7 +18,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 import krylov_descent
-from krylov_descent import KSD, Fisher, Search, Subsets
+from krylov_descent import KSD, Fisher, GaussNewtonFlow, Search, Subsets
 from tests import problems
 from tests.problems import Problem
 
@@ -634,3 +634,24 @@ def test_the_search_loss_is_f_on_c_also_after_steps_were_undone() -> None:
         mean = sum(loss * weight for loss, weight in terms) / sum(weight for _, weight in terms)
         assert report.search_loss_after == pytest.approx(mean + decay, rel=1e-12)
     assert undone > 1
+
+
+@pytest.mark.parametrize("shared", [torch.zeros(6, 1).expand(6, 3), torch.randn(8).as_strided((3, 4), (2, 1))])
+def test_a_parameter_whose_entries_share_memory_is_refused(shared: Tensor) -> None:
+    for method in (KSD, GaussNewtonFlow):
+        with pytest.raises(ValueError, match=r"share memory .*nn\.Parameter\(x\.clone\(\)\)"):
+            method([nn.Parameter(shared)])
+    KSD([nn.Parameter(torch.zeros(0, 5)), nn.Parameter(torch.zeros(())), nn.Parameter(torch.randn(3, 6).t())])
+
+
+@pytest.mark.parametrize("curvature", ["ggn", "hessian"])
+def test_a_loss_that_torch_cannot_differentiate_under_autocast_is_refused_in_words(curvature: Any) -> None:
+    layer, x, y = nn.Linear(3, 2), torch.randn(5, 3), torch.randn(5, 2)
+
+    def closure() -> tuple[Tensor, Tensor]:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            z = layer(x)
+        return nn.functional.huber_loss(z, y), z
+
+    with pytest.raises(ValueError, match=r"Cast the outputs before the loss.*outputs\.float\(\)"):
+        KSD(layer.parameters(), curvature=curvature).step(closure)

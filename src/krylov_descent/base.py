@@ -278,7 +278,8 @@ class CurvatureOptimizer(ClosureOptimizer):
         state = self._remember(parameters, policy)
         decays = [group["weight_decay"] for group in self.param_groups]
         settings = zlib.crc32(f"{self._settings()} {decays} {policy}".encode())
-        require_same(self._comm, parameters, (state.iteration, state.seed, self.krylov_dim, settings))
+        samples_held = policy.fingerprint() if self._comm.ranks > 1 else 0
+        require_same(self._comm, parameters, (state.iteration, state.seed, self.krylov_dim, settings, samples_held))
         theta = current_point(parameters, state.earlier, state.last_step, self._comm)
         footprint = Footprint(parameters.device)
         with self._atomic(parameters, theta, footprint, policy):

@@ -190,6 +190,13 @@ def different(group: Any, what: str, settings: dict[str, Any]) -> tuple[str, str
     if what == "iteration":
         state = run.optimizer.whole_state()
         run.optimizer.load_whole_state(state._replace(numbers={**state.numbers, "iteration": 1 + odd}))
+    if what in ("nan", "order"):
+        x, y = data_of(103, 7, 3, torch.float64)
+        if odd and what == "nan":
+            x[1, 1] = math.nan  # in the shard of rank 0, where rank 2 never looks
+        if odd and what == "order":
+            x, y = x.flip(0), y.flip(0)
+        run.sets = Subsets((x, y), batch_size=32, fraction=0.2, seed=3)
     return outcome(run.step)
 
 

@@ -113,6 +113,8 @@ def test_nan_on_one_rank_later_is_met_as_in_one_process(pool: Pool, phase: str, 
         ("previous", {"previous": None}, "settings"),
         ("preconditioner", {"preconditioner": None}, "settings"),
         ("rollback", {"rollback": False}, "settings"),
+        ("nan", {}, "samples"),
+        ("order", {}, "samples"),
     ],
 )
 def test_ranks_that_differ_are_told(pool: Pool, what: str, settings: dict[str, Any], named: str) -> None:

@@ -117,6 +117,27 @@ def require_rows(evaluation: Evaluation) -> None:
             )
 
 
+def gradients_of(loss: Tensor, inputs: Sequence[Any], *, retain_graph: bool) -> tuple[Tensor | None, ...]:
+    """Return ∂loss by each input, a tensor or an edge of the graph; None where the loss does not depend on it.
+
+    Raises:
+        ValueError: torch cannot differentiate a loss of outputs and targets of different dtypes.
+    """
+    try:
+        gradients: tuple[Tensor | None, ...] = torch.autograd.grad(
+            loss, inputs, retain_graph=retain_graph, allow_unused=True
+        )
+    except RuntimeError as error:
+        if not str(error).startswith("Found dtype"):
+            raise
+        raise ValueError(
+            f"torch cannot differentiate the closure's loss, as its outputs and targets have different dtypes, perhaps "
+            f"by an autocast around the model alone ({error}). Cast the outputs before the loss: "
+            "torch.nn.functional.huber_loss(outputs.float(), targets)."
+        ) from error
+    return gradients
+
+
 def misses_graph(error: RuntimeError) -> bool:
     """Whether torch, and not the closure itself, raised an error about a missing graph."""
     at = error.__traceback__

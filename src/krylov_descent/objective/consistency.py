@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from krylov_descent.distributed import run_on_all
-from krylov_descent.objective.closure import Evaluation, require_dense, require_outputs
+from krylov_descent.objective.closure import Evaluation, gradients_of, require_dense, require_outputs
 from krylov_descent.objective.objective import FORWARD, PROBE, Objective
 from krylov_descent.safety.footprint import Footprint
 from krylov_descent.samples.interface import Microbatch, StepSets
@@ -219,7 +219,7 @@ def bypass(objective: Objective, evaluation: Evaluation) -> float:
     """Return the part of ∂loss/∂θ, by norm, outside of Jᵀ ∂loss/∂z of the outputs z; 0 if it is rounding."""
     loss, outputs, params = evaluation.loss, evaluation.outputs, objective.parameters.params
     require_outputs(evaluation, "This curvature ('ggn' or 'fisher')")
-    both = torch.autograd.grad(loss, (*params, *outputs), retain_graph=True, allow_unused=True)
+    both = gradients_of(loss, (*params, *outputs), retain_graph=True)
     require_dense(both[: len(params)])
     carried = [(z, d) for z, d in zip(outputs, both[len(params) :], strict=True) if d is not None]
     if not carried:

@@ -266,9 +266,7 @@ class Objective:
         inputs: tuple[Any, ...] = (*self.parameters.params, *wanted)
         if evaluation.weight == 0:  # a fully masked micro-batch may have no graph
             return (None,) * len(inputs)
-        gradients: tuple[Tensor | None, ...] = torch.autograd.grad(
-            evaluation.loss, inputs, allow_unused=True, retain_graph=bool(wanted)
-        )
+        gradients = closures.gradients_of(evaluation.loss, inputs, retain_graph=bool(wanted))
         of_parameters = gradients[: len(self.parameters.params)]
         if all(g is None for g in of_parameters):
             raise ValueError(

@@ -174,6 +174,10 @@ class SamplePolicy(ABC):
         """Return the state after a rollback of a step that raised the loss on A, with larger sets for example."""
         return state
 
+    def fingerprint(self) -> int:
+        """Return a number by which ranks notice that they hold different samples; 0 if that cannot be told."""
+        return 0
+
     def interrupted(self) -> None:  # noqa: B027 — an optional one
         """Give up what a step that raised may have left half done, such as worker processes that load samples."""
 

@@ -159,6 +159,7 @@ class Subsets(SamplePolicy):
         self._fraction = fraction
         self._gradient_fraction = gradient_fraction
         self._seed = seed
+        self._fingerprint: int | None = None
 
     def __len__(self) -> int:
         return self._size
@@ -182,6 +183,12 @@ class Subsets(SamplePolicy):
     def rolled_back(self, state: Any) -> Any:
         """Double C, which was too small to judge the step."""
         return SubsetsState(state.search_growth + 1)
+
+    def fingerprint(self) -> int:
+        """Return a number made of all tensors; 0 for a dataset, whose samples may be slow to load, or random."""
+        if self._fingerprint is None:
+            self._fingerprint = self._source.fingerprint()
+        return self._fingerprint
 
     def interrupted(self) -> None:
         """Start new workers."""

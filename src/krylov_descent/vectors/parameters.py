@@ -163,6 +163,13 @@ class ParameterVector:
         return self._decay
 
 
+def _overlaps(p: Tensor) -> bool:
+    """Return whether p has more entries than places in memory."""
+    if p.layout != torch.strided:
+        return False
+    return p.numel() > max(0, 1 + sum((size - 1) * stride for size, stride in zip(p.shape, p.stride(), strict=True)))
+
+
 def check_uniform(params: Sequence[Tensor]) -> None:
     """Raise ValueError unless the parameters share one real floating-point dtype and one device."""
     if not params:
@@ -178,6 +185,12 @@ def check_uniform(params: Sequence[Tensor]) -> None:
             raise ValueError(
                 f"KSD needs all trainable parameters to share one of the {what}; found {sorted(found)}. "
                 "Convert the model (model.to(...)) or freeze the odd ones (requires_grad_(False))."
+            )
+    for p in params:
+        if _overlaps(p):
+            raise ValueError(
+                f"A parameter of shape {tuple(p.shape)} has entries that share memory (strides {p.stride()}), as after "
+                "expand(): they cannot be set one by one. Make it nn.Parameter(x.clone()), or expand it in forward."
             )
     if any(p.is_inference() for p in params):
         raise ValueError(

@@ -34,6 +34,7 @@ def require_same(comm: Comm, parameters: ParameterVector, numbers: Sequence[int]
     if torch.equal(largest, smallest):
         return
     what = ["number of parameters", "values of the parameters", "iteration", "seed", "krylov_dim", "other settings"]
+    what.append("samples")
     differ = [name for name, a, b in zip(what, largest.tolist(), smallest.tolist(), strict=True) if a != b]
     raise ValueError(
         f"The ranks do not start from the same state: they differ in {', '.join(differ)}. Build the model from the "
