@@ -138,7 +138,7 @@ def test_a_sparse_buffer_is_carried_along() -> None:
     model = nn.Linear(3, 2)
     model.register_buffer("neighbours", torch.eye(6).to_sparse())
     x = torch.randn(6, 3)
-    optimizer = KSD(model.parameters())
+    optimizer = KSD(model.parameters(), memory_budget=1_000_000)
 
     def closure() -> tuple[Tensor, Tensor]:
         z = torch.sparse.mm(model.neighbours, model(x))

@@ -186,6 +186,9 @@ class CurvatureProduct:
         seen = {p.untyped_storage().data_ptr() for p in self._objective.parameters.local}
 
         def pack(x: Tensor) -> Tensor:
+            if x.layout != torch.strided:  # no storage of its own
+                size[0] += x._nnz() * (x.element_size() + 8 * x.ndim) if x.is_sparse else x.numel() * x.element_size()
+                return x.detach()
             storage = local_part(x, x).untyped_storage()
             if storage.data_ptr() not in seen:
                 seen.add(storage.data_ptr())
