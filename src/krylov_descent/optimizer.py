@@ -34,7 +34,7 @@ _PRECONDITIONERS = {"fisher": Fisher(), "kronecker": Kronecker(), None: NoPrecon
 PAPER: dict[str, Any] = {
     "krylov_dim": 20,
     "curvature": "ggn",
-    "preconditioner": Fisher(floor=1e-4),
+    "preconditioner": Fisher(floor=1e-4, exact=True),
     "previous": "e1",
     "search": Search(iterations=30, evaluations=120, floor=1e-4, negative="floor"),
     "rollback": False,
