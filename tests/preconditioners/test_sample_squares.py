@@ -12,6 +12,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from krylov_descent import KSD, PAPER, Subsets
+from krylov_descent.curvature.linearise import pull_back_each
 from krylov_descent.objective.objective import Objective
 from krylov_descent.preconditioners import sample_squares
 from krylov_descent.preconditioners.fisher import Fisher, FisherDiagonal
@@ -57,7 +58,7 @@ class Mixed(nn.Module):
         h = torch.tanh(self.conv(self.table(tokens).transpose(1, 2))).transpose(1, 2)
         h = self.norm(h)
         h = h + self.attention(h, h, h, need_weights=False)[0]
-        out: Tensor = self.head(Doubled.apply(self.gru(h)[0][:, -1] + self.shift))
+        out: Tensor = self.head(Doubled.apply(self.gru(h)[0][:, -1] + self.shift))  # type: ignore[no-untyped-call]
         return out
 
 
@@ -267,11 +268,10 @@ def test_large_models_form_few_gradients_at_a_time(monkeypatch: pytest.MonkeyPat
     problem = problems.recurrent(nn.LSTM, N)
     objective = objective_of(problem)
     seen = []
-    inner = sample_squares.pull_back_each
 
     def counted(outputs: Any, params: Any, us: Any) -> Any:
         seen.append(len(us))
-        return inner(outputs, params, us)
+        return pull_back_each(outputs, params, us)
 
     monkeypatch.setattr(sample_squares, "pull_back_each", counted)
     numbers = sum(p.numel() for p in problem.params[:4])
