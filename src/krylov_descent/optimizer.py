@@ -29,12 +29,13 @@ from krylov_descent.vectors.parameters import ParameterVector
 
 _PRECONDITIONERS = {"fisher": Fisher(), "kronecker": Kronecker(), None: NoPreconditioner()}
 
-#: The settings of Vinyals & Povey 2011: K = 20, Gauss–Newton, D from the Fisher matrix and ε = 1e-4 (section 4),
-#: 30 BFGS iterations (section 5.2), d_prev = e₁ at first (Algorithm 3, line 1), every step kept.
+#: The settings of Vinyals & Povey 2011: K = 20, Gauss–Newton, D the exact diagonal of the Fisher matrix for every
+#: module (``Fisher`` tells its cost) and ε = 1e-4 (section 4), 30 BFGS iterations (section 5.2), d_prev = e₁ at first
+#: (Algorithm 3, line 1), every step kept.
 PAPER: dict[str, Any] = {
     "krylov_dim": 20,
     "curvature": "ggn",
-    "preconditioner": Fisher(floor=1e-4),
+    "preconditioner": Fisher(floor=1e-4, exact=True),
     "previous": "e1",
     "search": Search(iterations=30, evaluations=120, floor=1e-4, negative="floor"),
     "rollback": False,
@@ -58,9 +59,10 @@ class KSD(CurvatureOptimizer):
             with K = 1, ten more once ``Growing`` sets hold all samples and there is no ``memory_budget``.
         curvature: "ggn", the Gauss–Newton matrix (the paper's, and the best there); "hessian", exact and possibly
             indefinite; "fisher", the empirical Fisher matrix; or a ``MicrobatchGraph`` of your own.
-        preconditioner: "fisher", the diagonal of the per-sample Fisher matrix (the paper's); "kronecker", a factored
-            Gauss–Newton matrix of each layer, averaged over steps, for small sets; ``Fisher(...)`` or
-            ``Kronecker(...)`` with other settings; a ``Preconditioner`` of your own; or None.
+        preconditioner: "fisher", the diagonal of the per-sample Fisher matrix (the paper's), estimated outside of dense
+            and convolutional layers unless ``Fisher(exact=True)``; "kronecker", a factored Gauss–Newton matrix of each
+            layer, averaged over steps, for small sets; ``Fisher(...)`` or ``Kronecker(...)`` with other settings; a
+            ``Preconditioner`` of your own; or None.
         previous: "step" adds the previous step to the basis (nothing at the first step); "e1" also adds the first
             unit vector at the first step, as the paper does; None adds neither.
         search: the search over the subspace: ``Search(...)``, the paper's BFGS; ``ModelSearch(...)``, the quadratic
@@ -74,7 +76,7 @@ class KSD(CurvatureOptimizer):
             would. None for no limit.
         storage: dtype and device of V: ``Storage(dtype=torch.bfloat16)`` halves it, ``Storage(device="cpu")`` keeps it
             in host memory.
-        seed: the seed of the random signs in the Fisher diagonal.
+        seed: the seed of the random signs in the Fisher diagonal, unless it is exact.
         subspace: a ``SubspaceBuilder`` of your own in place of the Krylov subspace, whose settings (``krylov_dim``,
             ``curvature``, ``previous``, ``memory_budget``, ``storage``) are then ignored.
         process_group: a torch.distributed group whose ranks take one step together; each has its share of the sets and

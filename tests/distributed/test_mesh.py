@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from krylov_descent import DEEP, KSD, GaussNewtonFlow, Search, Subsets, checkpoint
+from krylov_descent import DEEP, KSD, Fisher, GaussNewtonFlow, Search, Subsets, checkpoint
 from krylov_descent.distributed.gathered import all_rows, own_rows, shard_at_rest
 from krylov_descent.distributed.mesh import MeshComm
 from tests.distributed.pool import Pool, RanksFailedError
@@ -65,11 +65,12 @@ def whole(p: Tensor) -> Tensor:
 
 
 def error_of(group: Any, case: str, **settings: Any) -> float:
-    """max |θ − θ of one process| after three steps."""
+    """max |θ − θ of one process| after three steps, or n."""
     warnings.simplefilter("ignore")  # DTensor's own
     width = 32 if case == "tensor parallel" else 33
     reference, model = model_of(width), model_of(width)
-    steps(reference, lambda t: t, preconditioner=settings.pop("preconditioner", None), **settings)
+    settings = {"preconditioner": None, **settings}
+    steps(reference, lambda t: t, **settings)
     if case.startswith("2-D"):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     else:
@@ -98,7 +99,7 @@ def error_of(group: Any, case: str, **settings: Any) -> float:
             mesh,
             lambda module, name: [Replicate(), {"0": Shard(0), "2": second[name]}.get(module, Replicate())],
         )
-    optimizer, reports = steps(spread, put, preconditioner=None, **settings)
+    optimizer, reports = steps(spread, put, **settings)
     if group is not None:
         assert DTensor in {type(s.get("last_step")) for s in optimizer.state.values()}
         assert reports[0].bytes_sent > 0
@@ -115,6 +116,13 @@ def all_errors(group: Any) -> dict[str, float]:
     }
     # Along e₁ there is next to no curvature, which amplifies rounding.
     return {**found, "first vector": 1e-3 * error_of(group, "mixed", previous="e1")}
+
+
+@pytest.mark.parametrize("case", ["mixed", pytest.param("tensor parallel", marks=pytest.mark.nightly)])
+def test_exact_squares_are_those_of_one_process(pool: Pool, case: str) -> None:
+    """Layer rules of one process against rows of the outputs, pulled back one by one."""
+    work: Callable[[Any], float] = functools.partial(error_of, case=case, n=1, preconditioner=Fisher(exact=True))
+    assert max(pool.run(2, work)) < 1e-10
 
 
 def there_and_back(group: Any) -> float:

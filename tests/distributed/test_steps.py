@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from krylov_descent import DEEP, PAPER, GaussNewtonFlow, checkpoint
+from krylov_descent import DEEP, PAPER, Fisher, GaussNewtonFlow, checkpoint
 from tests.distributed.pool import Pool, RanksFailedError
 from tests.distributed.runs import added_up, flat, scattered, train, training, wrapped
 
@@ -25,6 +25,14 @@ CASES: dict[str, dict[str, Any]] = {
     "no preconditioner": {"preconditioner": None},
     "hessian": {"curvature": "hessian"},
     "fisher": {"curvature": "fisher"},
+    "exact squares": {"kind": "lstm", "preconditioner": Fisher(exact=True), "n": 45, "steps": 2},
+    "exact squares, without sets": {
+        "kind": "lstm",
+        "preconditioner": Fisher(exact=True),
+        "n": 25,
+        "full_batch": True,
+        "steps": 2,
+    },
     "the paper's first vector": {"previous": "e1"},
     "without sets": {"full_batch": True},
     "graphs rebuilt": {"memory_budget": 8_200, "warns": True},

@@ -7,7 +7,8 @@ graph of a backward pass, with no forward mode needed (many operations have none
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -45,3 +46,24 @@ class Linearisation:
     def vjp(self, u: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
         """u → Jᵀu, one tensor per parameter; None where no output depends on it."""
         return torch.autograd.grad(self.outputs, self._params, u, retain_graph=True, allow_unused=True)
+
+
+def pull_back_each(
+    outputs: Sequence[Tensor], params: Sequence[Tensor], us: Sequence[Sequence[Tensor]]
+) -> Iterator[Sequence[Tensor | None]]:
+    """Yield Jᵀu for each u, by a batched backward pass, or by one for each if an operation cannot be batched."""
+    if len(us) > 1:
+        stacked = [torch.stack(u) for u in zip(*us, strict=True)]
+        try:
+            with warnings.catch_warnings():  # of operations that are batched by a loop, which is right
+                warnings.filterwarnings("ignore", "There is a performance drop", UserWarning)
+                rows = torch.autograd.grad(
+                    outputs, params, stacked, retain_graph=True, allow_unused=True, is_grads_batched=True
+                )
+        except RuntimeError:
+            pass
+        else:
+            yield from ([None if x is None else x[k] for x in rows] for k in range(len(us)))
+            return
+    for u in us:
+        yield torch.autograd.grad(outputs, params, u, retain_graph=True, allow_unused=True)

@@ -34,6 +34,7 @@ class Evaluation:
         aligned: whether row i of every output belongs to sample i (with sets); otherwise each row of each output
             is a sample of its own.
         position: the position of the first sample in the set.
+        data: the argument of the closure.
     """
 
     loss: Tensor
@@ -42,6 +43,7 @@ class Evaluation:
     samples: int
     aligned: bool
     position: int = 0
+    data: Any = None
 
 
 def evaluate(closure: BatchClosure, batch: Microbatch) -> Evaluation:
@@ -69,7 +71,7 @@ def evaluate(closure: BatchClosure, batch: Microbatch) -> Evaluation:
     if samples is None:
         samples = max(1, sum(_rows(z) for z in outputs))
     weight = _read_weight(returned[2]) if len(returned) == 3 else float(samples)
-    return Evaluation(loss.reshape(()), outputs, weight, samples, batch.samples is not None, batch.position)
+    return Evaluation(loss.reshape(()), outputs, weight, samples, batch.samples is not None, batch.position, batch.data)
 
 
 def require_outputs(evaluation: Evaluation, why: str) -> None:

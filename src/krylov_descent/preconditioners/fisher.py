@@ -1,11 +1,12 @@
 """The paper's preconditioner D = diag F on A (Algorithm 3, line 5), floored; gathered in the gradient's own pass.
 
-Letters: gᵢ the gradient of sample i, D [P] the mean of gᵢ∘gᵢ, ε the floor. Per-sample gradients are never formed: dense
-and convolutional layers have exact rules (layers/rules.py), all other parameters take the random-sign probe:
-rows of ∂loss/∂outputs times independent signs sᵢ = ±1, pulled back, give Σᵢ sᵢ gᵢ, whose square has mean Σᵢ gᵢ∘gᵢ.
+Letters: gᵢ the gradient of sample i, D [P] the mean of gᵢ∘gᵢ, ε the floor. Dense and convolutional layers have exact
+rules (layers/rules.py), without per-sample gradients. All other parameters take the random-sign probe: rows of
+∂loss/∂outputs times independent signs sᵢ = ±1, pulled back, give Σᵢ sᵢ gᵢ, whose square has mean Σᵢ gᵢ∘gᵢ; or, with
+``Fisher(exact=True)``, their per-sample gradients are formed (sample_squares.py).
 
 Deviations from the paper:
-1. Where no rule is exact, the diagonal is that unbiased estimate instead of its exact value.
+1. Where no rule is exact, the diagonal is that unbiased estimate instead of its exact value, unless ``exact``.
 2. D = 1 everywhere if the whole diagonal is zero (the paper's floor would be zero too).
 3. D is known up to a factor: it is scaled to a maximum of one, as its squares may leave the range of float32. The
    subspace does not depend on the factor.
@@ -36,6 +37,7 @@ from krylov_descent.layers.verify import COARSE, Found, Trust, Witness, compared
 from krylov_descent.objective.closure import Evaluation, require_attached, require_outputs, require_rows, row_scaled
 from krylov_descent.objective.objective import PROBE, Objective, PassAgain
 from krylov_descent.preconditioners.interface import Preconditioner, Solved, nothing_gathered
+from krylov_descent.preconditioners.sample_squares import SampleSquares
 from krylov_descent.samples.interface import StepKey
 from krylov_descent.stepping.gradient_pass import GradientPass
 from krylov_descent.vectors.parameters import ParameterVector
@@ -51,7 +53,7 @@ class FisherTrust(Trust):
 
 
 class FisherDiagonal:
-    """Σᵢ gᵢ∘gᵢ over a pass: layer rules where they reproduce the gradient, the random-sign probe elsewhere.
+    """Σᵢ gᵢ∘gᵢ over a pass: layer rules where they reproduce the gradient; ``exact``, or else the probe, elsewhere.
 
     A trusted rule is applied during the backward pass, by a hook that does not keep δ. The δ of an unjudged rule is
     kept, and the rule is judged after the backward pass.
@@ -64,6 +66,7 @@ class FisherDiagonal:
         probes: int,
         key: Sequence[int],
         trust: Trust | None = None,
+        exact: SampleSquares | None = None,
     ) -> None:
         self._parameters = parameters
         self._floor = floor
@@ -87,6 +90,7 @@ class FisherDiagonal:
         eps = torch.finfo(parameters.params[0].dtype).eps
         self._tolerance = tolerance(eps) if eps < COARSE else 0.0  # at 0 no rule agrees
         self.trust = Trust() if trust is None else trust
+        self._exact = exact
 
     @contextmanager
     def watch(self) -> Iterator[None]:
@@ -170,6 +174,8 @@ class FisherDiagonal:
         self._served = set()
         rest = [i for i in G if i not in served]
         scale = evaluation.weight * self._unit
+        if self._exact is not None:
+            return self._exact.add(evaluation, dL_dz, scale, {i: self._views[i] for i in rest}) if rest else 0.0
         for _ in range(self._probes if rest else 0):
             signs = self._all_signs(evaluation, self._generator)
             for i, x in self._pull_back(evaluation, dL_dz, signs, rest, scale).items():
@@ -325,6 +331,9 @@ class Fisher(Preconditioner):
             (docs/measurements.md); ``PAPER`` has the paper's.
         probes: sign patterns per micro-batch for parameters without an exact rule; one gives an unbiased estimate, and
             each costs two thirds of a gradient.
+        exact: per-sample gradients in place of sign patterns, so that D is exact for every module, as in ``PAPER``.
+            With sets this costs up to 5⅔ gradients of A. Without them, or if the closure cannot be called on parts of a
+            micro-batch, it costs ⅔ of a gradient for each row of the outputs. Nothing if all parameters have a rule.
 
     Example:
         >>> from krylov_descent import KSD, Fisher
@@ -335,6 +344,7 @@ class Fisher(Preconditioner):
 
     floor: float = 1e-2
     probes: int = 1
+    exact: bool = False
 
     def __post_init__(self) -> None:
         if not 0 < self.floor <= 1:
@@ -344,8 +354,9 @@ class Fisher(Preconditioner):
 
     def gather(self, objective: Objective, key: StepKey) -> FisherDiagonal:
         """Return the collector of squared per-sample gradients along the pass over A."""
-        trust = objective.workspace.of(FisherTrust)
-        return FisherDiagonal(objective.parameters, self.floor, self.probes, tuple(key), trust)
+        trust, parameters = objective.workspace.of(FisherTrust), objective.parameters
+        exact = SampleSquares(parameters.params, objective.evaluate) if self.exact else None
+        return FisherDiagonal(parameters, self.floor, self.probes, tuple(key), trust, exact)
 
     def solve(self, at: GradientPass, state: Any, noise: float) -> Solved:
         """Return D⁻¹ from the gathered squares."""

@@ -191,6 +191,30 @@ def _placed(batch: Any, device: Device, unshare: bool = False) -> Any:
     return batch
 
 
+def select_samples(batch: Any, samples: Tensor, n: int) -> Any:
+    """Return some samples of a batch of n: rows of its tensors, also inside tuples, lists and mappings.
+
+    Raises:
+        ValueError: the batch has a tensor without a row for each sample, or an object that is no container of tensors.
+
+    Example:
+        >>> select_samples({"x": torch.arange(4), "scale": 0.5}, torch.tensor([0, 3]), 4)
+        {'x': tensor([0, 3]), 'scale': 0.5}
+    """
+    if isinstance(batch, Tensor) and batch.ndim and len(batch) == n and batch.layout == torch.strided:
+        return batch[samples.to(batch.device)]
+    if isinstance(batch, int | float | str | None):
+        return batch
+    if isinstance(batch, MutableMapping):
+        part = copy.copy(batch)  # keeps the class and its attributes
+        part.update({name: select_samples(value, samples, n) for name, value in batch.items()})
+        return part
+    if isinstance(batch, tuple | list) and not isinstance(batch, PackedSequence):
+        values = [select_samples(value, samples, n) for value in batch]
+        return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
+    raise ValueError(f"A batch of {n} samples has a {type(batch).__name__} that is not one row for each.")
+
+
 def same_values(a: Any, b: Any) -> bool:
     """Return whether two batches hold the same numbers, in tensors, numbers and containers of them.
 
