@@ -75,7 +75,7 @@ class SampleSquares:
         try:
             data = select_samples(evaluation.data, samples, evaluation.samples)
             part = self._evaluate(Microbatch(data, len(samples), evaluation.position))
-        except Exception:  # of the user's closure, which may expect whole micro-batches
+        except (IndexError, RuntimeError, TypeError, ValueError):  # of a closure that expects whole micro-batches
             return None
         rows = [z[samples.to(z.device)] for z in evaluation.outputs]
         if len(part.outputs) != len(rows) or not all(map(_same, part.outputs, rows)):
