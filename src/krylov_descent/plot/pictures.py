@@ -21,6 +21,7 @@ _XLABEL = {"step": "step", "seconds": "seconds in steps", "gradients": "gradient
 _RUN = "krylov-descent run"  # the gid of lines of runs
 _FEW = 40  # the largest number of steps with markers
 _ROUNDING = 1e-12  # Ritz values below this part of a step's largest are rounding
+_MOST_PHASES = 20
 _MOST_CELLS = 1_000_000  # of the table of coefficients
 _DECADES = 6  # the largest span of the colour scale; smaller coefficients share its lowest colour
 
@@ -90,6 +91,9 @@ def phases(reports: Iterable[Report], ax: Axes | None = None) -> Axes:
     style.frame(ax, f"Time of each step by phase: {total:.3g} s in all", "step", "seconds")
     if not total > 0:
         style.nothing(ax, "these reports have no times")
+        return ax
+    if len(laps) > _MOST_PHASES:
+        style.nothing(ax, f"{len(laps):,} phases are too many to draw")
         return ax
     borders, floor = of.edges(steps(records)), [0.0] * len(records)
     for number, (name, values) in enumerate(laps.items()):
@@ -335,8 +339,9 @@ def _rows(records: Sequence[Record]) -> tuple[int, int]:
 
 def _krylov_dims(records: Sequence[Record]) -> list[int]:
     """Return the number of coefficients that belong to Krylov vectors."""
-    dims = [of.number(record.get("krylov_dim") or 0) for record in records]
-    return [int(min(max(k, 0), len(r.get("coefficients") or ()))) for k, r in zip(dims, records, strict=True)]
+    dims = of.column(records, "krylov_dim")
+    lengths = [len(record.get("coefficients") or ()) for record in records]
+    return [int(min(k, length)) if k > 0 else 0 for k, length in zip(dims, lengths, strict=True)]
 
 
 def _ticks(K: int) -> list[int]:

@@ -95,12 +95,13 @@ def _wrong(record: Any) -> str | None:
     """Return what is wrong with a record, or None."""
     if not isinstance(record, dict) or "loss" not in record:
         return " (it has no loss)"
-    values = {key: [record.get(key)] for key in _NUMBERS}
+    values: dict[str, Any] = {key: [record.get(key)] for key in _NUMBERS}
     for key in _LISTS:
         values[key] = record.get(key) or []
     for key in _TABLES:
         table = record.get(key) or {}
-        values[key] = list(table.values()) if isinstance(table, dict) else [table]
+        named = isinstance(table, dict) and all(name.isprintable() for name in table)
+        values[key] = list(table.values()) if named else table
     for key, found in values.items():
         if not isinstance(found, list) or not all(map(_is_number, found)):
             return f" ({key} = {str(record.get(key))[:40]!r})"

@@ -29,7 +29,7 @@ except ImportError as missing:
 
 #: The key of the text in ``__metadata__``, and its largest length in characters.
 KEY, LIMIT = "krylov_descent", 1 << 20
-_LONGEST_HEADER = 4 << 20
+_LONGEST_HEADER, _MOST_TENSORS = 4 << 20, 20_000
 ANEW = "Copy the file again, or load another one."
 
 _DTYPES = {
@@ -71,10 +71,10 @@ def write(path: Path, tensors: Mapping[str, Tensor], text: str) -> None:
     safetensors' own writer leaves a temporary file of random name behind when it is killed.
     """
     head = _head(tensors, text)
-    if len(head) > _LONGEST_HEADER:
+    if len(head) > _LONGEST_HEADER or len(tensors) > _MOST_TENSORS:
         raise ValueError(
             f"The names of {len(tensors):,} tensors take {len(head):,} bytes, and a checkpoint has room for "
-            f"{_LONGEST_HEADER:,}. Save parts of the model in files of their own."
+            f"{_MOST_TENSORS:,} in {_LONGEST_HEADER:,}. Save parts of the model in files of their own."
         )
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as file:
@@ -94,7 +94,10 @@ class TensorFile:
     def __init__(self, path: Path, file: Any) -> None:
         self._file = file
         self.declared: dict[str, Tensor] = {}
-        for name in file.keys():  # noqa: SIM118 — it is no mapping
+        names = file.keys()
+        if len(names) > _MOST_TENSORS:
+            raise ValueError(f"The file has {len(names):,} tensors, and at most {_MOST_TENSORS:,} can be. {ANEW}")
+        for name in names:
             entry = file.get_slice(name)
             self.declared[name] = torch.empty(entry.get_shape(), dtype=_DTYPES[entry.get_dtype()], device="meta")
         self.text: str = (file.metadata() or {}).get(KEY, "")
