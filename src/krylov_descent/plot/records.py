@@ -50,7 +50,7 @@ def read(path: str | Path) -> list[dict[str, Any]]:
         record = parsed(line)
         if record is None:
             cut, before = number, line
-        elif wrong := _wrong(record):
+        elif (wrong := _wrong(record)) is not None:
             raise ValueError(_no_report(path, number, line, wrong))
         else:
             found.append(record)
@@ -86,7 +86,7 @@ def parsed(line: str) -> Any:
 
 def _no_report(path: str | Path, number: int, line: str, wrong: str = "") -> str:
     return (
-        f"{path}, line {number}: this is no report of a step{wrong}: {line[:60]!r}. Remove the line, or pass a file "
+        f"{path}, line {number}: this is no report of a step{wrong}: {line.strip()[:60]!r}. Remove the line, or pass a file "
         "that krylov_descent.writers.JSONLWriter wrote."
     )
 
@@ -94,7 +94,7 @@ def _no_report(path: str | Path, number: int, line: str, wrong: str = "") -> str
 def _wrong(record: Any) -> str | None:
     """Return what is wrong with a record, or None."""
     if not isinstance(record, dict) or "loss" not in record:
-        return " (it has no loss)"
+        return ""
     values: dict[str, Any] = {key: [record.get(key)] for key in _NUMBERS}
     for key in _LISTS:
         values[key] = record.get(key) or []

@@ -134,7 +134,10 @@ def _require_header(path: Path) -> None:
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
     if length > _LONGEST_HEADER:
-        raise ValueError(f"The header is said to have {length:,} bytes, and at most {_LONGEST_HEADER:,} can be. {ANEW}")
+        raise ValueError(
+            f"This is no checkpoint, or damaged: its header would have {length:,} bytes, and at most "
+            f"{_LONGEST_HEADER:,} can be. {ANEW}"
+        )
 
 
 def _order(tensors: Mapping[str, Tensor]) -> list[str]:
