@@ -381,7 +381,7 @@ def _holes(name: str) -> Callable[[Path, Run], None]:
 
 def _many_tensors(path: Path, run: Run) -> None:
     empty = {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}
-    _headed(path, {f"{i}": empty for i in range(60_000)}, 0)
+    _headed(path, {f"{i}": empty for i in range(50_000)}, 0)
 
 
 def _long_header(path: Path, run: Run) -> None:
@@ -466,7 +466,7 @@ ATTACKS |= {
     "file: a vector of holes": _file(_holes("vectors/last_step")),
     "file: a weight of holes": _file(_holes("model/0.weight")),
     "file: a buffer of holes": _file(_holes("model/more")),
-    "file: 60,000 tensors": _file(_many_tensors),
+    "file: 50,000 tensors": _file(_many_tensors),
     "file: a header of 99 MB of holes": _file(_long_header),
     "file: a header with 99 MB of spaces": _file(_spaces),
     "file: a zip that grows": _file(_zip_bomb),

@@ -32,7 +32,7 @@ CHOSEN = [
     "state of ranks: a factor, expanded",
     "state of ranks: a dictionary for all",
     "file: a factor of holes",
-    "file: 60,000 tensors",
+    "file: 50,000 tensors",
     "file: a header with 99 MB of spaces",
     "file: a pipe",
     "file: a device",

@@ -86,8 +86,8 @@ def parsed(line: str) -> Any:
 
 def _no_report(path: str | Path, number: int, line: str, wrong: str = "") -> str:
     return (
-        f"{path}, line {number}: this is no report of a step{wrong}: {line.strip()[:60]!r}. Remove the line, or pass a file "
-        "that krylov_descent.writers.JSONLWriter wrote."
+        f"{path}, line {number}: this is no report of a step{wrong}: {line.strip()[:60]!r}. Remove the line, "
+        "or pass a file that krylov_descent.writers.JSONLWriter wrote."
     )
 
 

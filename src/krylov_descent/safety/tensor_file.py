@@ -29,7 +29,7 @@ except ImportError as missing:
 
 #: The key of the text in ``__metadata__``, and its largest length in characters.
 KEY, LIMIT = "krylov_descent", 1 << 20
-_LONGEST_HEADER, _MOST_TENSORS = 4 << 20, 20_000
+_LONGEST_HEADER, _MOST_TENSORS = 3 << 20, 20_000
 ANEW = "Copy the file again, or load another one."
 
 _DTYPES = {
