@@ -750,7 +750,7 @@ def measured(attacks: Iterable[str], methods: Iterable[str]) -> Iterator[dict[st
 def _next_line(child: subprocess.Popen[bytes]) -> bytes:
     """The next line, or nothing if the process ended or was killed because it gave none in time."""
     assert child.stdout is not None
-    clock = threading.Timer(_SECONDS + 120, child.kill)  # the first line waits for the import
+    clock = threading.Timer(300, child.kill)  # the first line waits for the import
     clock.start()
     try:
         return child.stdout.readline()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -52,7 +52,7 @@ LOGS = [
 ]
 
 
-def judged(names: list[str], methods: Mapping[str, Any]) -> None:
+def judged(names: list[str], methods: Iterable[str]) -> None:
     records = list(measured(names, methods))
     assert {record["attack"] for record in records} == set(names)
     assert [record for record in records if record["lost"]] == []
@@ -60,7 +60,7 @@ def judged(names: list[str], methods: Mapping[str, Any]) -> None:
 
 
 def test_hostile_files_take_little_memory_and_are_refused() -> None:
-    judged(CHOSEN + LOGS, {"default": None, "deep": None})
+    judged(CHOSEN + LOGS, ["deep"])
 
 
 @pytest.mark.nightly
