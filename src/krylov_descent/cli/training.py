@@ -174,7 +174,7 @@ def _iteration(line: str) -> float:
     """Return the iteration of a line; infinity for a line that was cut off or is no report."""
     record = parsed(line)
     iteration = record.get("iteration") if isinstance(record, dict) else None
-    return iteration if type(iteration) in (int, float) else math.inf
+    return iteration if isinstance(iteration, (int, float)) else math.inf
 
 
 def _say_ended(run: Run, before: int, out: Path) -> None:

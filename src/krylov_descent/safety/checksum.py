@@ -118,7 +118,8 @@ def _check_groups(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, A
     if there != here:
         raise ValueError(
             f"The state_dict has groups of {_short(there)} parameters, and the optimizer of {_short(here)}. Give the "
-            "optimizer the same parameter groups as when it was saved."
+            "optimizer the same parameter groups as when it was saved; with DeepXDE, the same "
+            "external_trainable_variables."
         )
     names = [i for group in groups_of for i in group["params"]]
     known = {i for i in names if isinstance(i, (int, str))}
