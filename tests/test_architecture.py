@@ -35,7 +35,7 @@ ROOMS = {
     "plot": "report",
     "checking": "base curvature distributed flow krylov objective optimizer preconditioners safety samples stepping",
     "__init__": "checking flow krylov optimizer preconditioners progress report run safety samples",
-    "integrations": "base distributed flow optimizer report run samples state",
+    "integrations": "base distributed flow optimizer report run samples",
     "cli": "__init__ base checking checkpoint flow optimizer plot run safety writers",
     "__main__": "cli",
 }

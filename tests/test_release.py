@@ -76,3 +76,13 @@ def test_the_import_brings_nothing_beyond_torch_and_no_room_that_training_does_w
     rooms = {name.split(".")[1] for name in brought if name.startswith("krylov_descent.")}
     assert [name for name in brought if name.partition(".")[0] != "krylov_descent"] == []
     assert not rooms & {"checking", "checkpoint", "cli", "integrations", "plot", "writers"}
+
+
+@pytest.mark.parametrize("workflow", sorted((ROOT / ".github/workflows").glob("*.yml")), ids=lambda path: path.stem)
+def test_workflows_may_only_read_and_use_actions_of_one_commit(workflow: Path) -> None:
+    text = workflow.read_text()
+    used = re.findall(r"uses: *(.*)", text)
+    assert used
+    assert [line for line in used if not re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+", line)] == []
+    assert "\npermissions:\n  contents: read\n" in text
+    assert text.count("permissions:") == 1

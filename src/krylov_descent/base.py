@@ -7,7 +7,7 @@ import inspect
 import math
 import operator
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, ClassVar
 
@@ -28,8 +28,20 @@ from krylov_descent.run import Run
 from krylov_descent.safety.atomic import RestoreOnError, current_point
 from krylov_descent.safety.checksum import require_intact, with_checksum
 from krylov_descent.safety.footprint import Footprint
-from krylov_descent.samples.interface import FullBatch, SamplePolicy, Stateless
-from krylov_descent.state import Parts, on_rank, put_together, read_state, require_whole, taken_apart, write_state
+from krylov_descent.safety.untrusted import require_plain
+from krylov_descent.samples.interface import FullBatch, SamplePolicy, Stateless, kinds_of_policy
+from krylov_descent.state import (
+    Parts,
+    on_rank,
+    parts_of,
+    put_together,
+    read_state,
+    require_parts,
+    require_values,
+    require_whole,
+    taken_apart,
+    write_state,
+)
 from krylov_descent.stepping.acceptance import Acceptance, Sampler, settle
 from krylov_descent.vectors.parameters import ParameterVector, check_uniform
 from krylov_descent.vectors.ranks import gathered, require_same
@@ -196,15 +208,19 @@ class ClosureOptimizer(Optimizer):
             ValueError: the state is damaged, of another optimizer, of another model, or of a newer version.
         """
         require_intact(state_dict, self._owner(), self.param_groups)
-        super().load_state_dict(state_dict)
-        # torch has cast all tensors in a parameter's state to its dtype, also those that are not of its shape.
         here = [p for group in self.param_groups for p in group["params"]]
         there = [i for group in state_dict["param_groups"] for i in group["params"]]
+        self._check_entries([state_dict["state"].get(i, {}) for i in there])
+        super().load_state_dict(state_dict)
+        # torch has cast all tensors in a parameter's state to its dtype, also those that are not of its shape.
         for i, p in zip(there, here, strict=True):
             for key, value in state_dict["state"].get(i, {}).items():
                 if isinstance(value, dict):
                     moved = {k: x.to(p.device) if isinstance(x, Tensor) else x for k, x in value.items()}
                     self.state[p][key] = moved
+
+    def _check_entries(self, entries: list[Mapping[str, Any]]) -> None:
+        """Raise a ValueError if the states of the parameters, in their order, cannot be loaded."""
 
     def _owner(self) -> str:
         """Return the name of the class right below those of this file; a user's subclass of it has the same state."""
@@ -373,8 +389,29 @@ class CurvatureOptimizer(ClosureOptimizer):
     def check_whole_state(self, state: Parts) -> None:
         """Check a state as ``load_whole_state`` does; tensors on the device "meta" are checked by shape alone."""
         require_whole(state, self._parameters())
-        # The sample policy is not known before the next step.
-        put_together(self._fresh(FullBatch()), state.without("samples."))
+        self._check_names(state)
+
+    def _check_names(self, state: Parts) -> None:
+        """Require the names and types of this optimizer's strategies, and of a known sample policy."""
+        fresh, kinds = self._fresh(FullBatch()), kinds_of_policy(state.numbers.get("policy"))
+        if len(kinds) == 1:
+            found = put_together(dataclasses.replace(fresh, samples=kinds[0]()), state)
+        else:  # it tells at the next step
+            found = put_together(fresh, state.without("samples."))
+        params = [p for group in self.param_groups for p in group["params"]]
+        for field in dataclasses.fields(found):
+            if check := getattr(getattr(found, field.name), "check", None):
+                check(params)
+
+    def _check_entries(self, entries: list[Mapping[str, Any]]) -> None:
+        if parts := parts_of(entries):
+            require_values(parts)
+            self._check_names(parts)
+            dtype = self._first_parameter().dtype
+            for name, x in ((name, x) for entry in entries for name, x in entry.items() if isinstance(x, Tensor)):
+                local = x.to_local() if is_sharded(x) else x
+                if not bool(local.to(dtype).isfinite().all()):
+                    raise ValueError(f"The state cannot be used: {name} is not finite in {dtype}. Load an older one.")
 
     def load_whole_state(self, state: Parts) -> None:
         """Load the result of ``whole_state`` on rank 0, for any number of ranks; each rank is given all of it.
@@ -382,6 +419,8 @@ class CurvatureOptimizer(ClosureOptimizer):
         Raises:
             ValueError: the state is of another optimizer or model, or not finite; nothing is changed then.
         """
+        require_plain(state)
+        state = require_parts(state)
         self.check_whole_state(state)
         parameters = self._parameters()
         parts = on_rank(state, parameters, self._comm)

@@ -109,31 +109,40 @@ def put_together(fresh: T, parts: Parts) -> T:
     Raises:
         ValueError: names are missing or unknown, or a value is of another type.
     """
-    state: T = _dataclass(type(fresh), fresh, _tree(parts), "", in_vector=False)
+    state: T = _dataclass(type(fresh), fresh, _leaves(parts), "", in_vector=False)
     return state
 
 
-_Tree = dict[str, Any]
-"""Values by the parts of their names between dots: a subtree, or a leaf (whether it is a vector, value)."""
+_Leaves = dict[str, tuple[bool, Any]]
+"""Values by name, or by the rest of their names: (whether it is a vector, value)."""
 
 
-def _tree(parts: Parts) -> _Tree:
-    root: _Tree = {}
+def _leaves(parts: Parts) -> _Leaves:
+    found = {}
     for in_vector, part in ((True, parts.vectors), (False, parts.numbers), (False, parts.tensors)):
         for name, value in part.items():
-            *path, last = name.split(".")
-            node = root
-            for key in path:
-                node = node.setdefault(key, {})
-                if not isinstance(node, dict):
-                    raise ValueError(_foreign(f"it has {name}"))
-            node[last] = (in_vector, value)
-    return root
+            if name in found:
+                raise ValueError(_foreign(f"it has {name[:80]} twice"))
+            found[name] = (in_vector, value)
+    return found
 
 
-def _dataclass(kind: type[Any], like: Any, tree: _Tree, name: str, *, in_vector: bool) -> Any:
+def _below(leaves: _Leaves, name: str) -> dict[str, Any]:
+    """Return the leaves by the first part of their names: a leaf, or those whose names go on."""
+    found: dict[str, Any] = {}
+    for key, leaf in leaves.items():
+        first, dot, rest = key.partition(".")
+        below = found.setdefault(first, {} if dot else leaf)
+        if isinstance(below, dict) != bool(dot):
+            raise ValueError(_foreign(f"it has {_joined(name, key)[:80]}"))
+        if dot:
+            below[rest] = leaf
+    return found
+
+
+def _dataclass(kind: type[Any], like: Any, leaves: _Leaves, name: str, *, in_vector: bool) -> Any:
     """Return a dataclass; ``like``, an instance or None, has the types of fields that are annotated with Any."""
-    hints = _hints(kind)
+    hints, tree = _hints(kind), _below(leaves, name)
     values = {}
     for field in dataclasses.fields(kind):
         known = getattr(like, field.name, None)
@@ -145,12 +154,12 @@ def _dataclass(kind: type[Any], like: Any, tree: _Tree, name: str, *, in_vector:
             continue
         values[field.name] = _value(hint, known, found, below, in_vector=inside)
     if tree:
-        raise ValueError(_foreign(f"it has {_joined(name, next(iter(tree)))}"))
+        raise ValueError(_foreign(f"it has {_joined(name, next(iter(tree)))[:80]}"))
     return kind(**values)
 
 
 def _value(hint: Any, like: Any, found: Any, name: str, *, in_vector: bool) -> Any:
-    """Return the value of a field of this type; ``found`` is the leaf or tree of its name, or None."""
+    """Return the value of a field of this type; ``found`` is its leaf, the leaves below its name, or None."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         if found is None:
@@ -172,12 +181,12 @@ def _value(hint: Any, like: Any, found: Any, name: str, *, in_vector: bool) -> A
     return _items(inner[0], inner[1], below, name, in_vector=in_vector)
 
 
-def _items(key_kind: Any, item: Any, tree: _Tree, name: str, *, in_vector: bool) -> dict[Any, Any]:
+def _items(key_kind: Any, item: Any, leaves: _Leaves, name: str, *, in_vector: bool) -> dict[Any, Any]:
     """Return the items of a mapping; keys of numbers and tensors may contain dots."""
     values = {}
-    for key, found in (_leaves(tree) if item is Tensor or item in _KINDS else tree).items():
-        if key_kind is int and not key.isdecimal():
-            raise ValueError(_foreign(f"it has {_joined(name, key)}"))
+    for key, found in (leaves if item is Tensor or item in _KINDS else _below(leaves, name)).items():
+        if key_kind is int and not (key.isascii() and key.isdecimal() and len(key) < 20 and str(int(key)) == key):
+            raise ValueError(_foreign(f"it has {_joined(name, key)[:80]}"))
         values[key_kind(key)] = _value(item, None, found, _joined(name, key), in_vector=in_vector)
     return values
 
@@ -192,14 +201,6 @@ def _meant(kinds: list[Any], found: Any, name: str) -> Any:
     if len(meant) != 1:
         raise ValueError(_foreign(f"it has {name}.kind = {str(said)[:80]!r}"))
     return meant[0]
-
-
-def _leaves(tree: _Tree) -> _Tree:
-    """Return the leaves of a tree, by their full names."""
-    found: _Tree = {}
-    for key, below in tree.items():
-        found |= {f"{key}.{k}": v for k, v in _leaves(below).items()} if isinstance(below, dict) else {key: below}
-    return found
 
 
 def _leaf(kind: Any, found: Any, name: str, *, in_vector: bool) -> Any:
@@ -318,6 +319,64 @@ def _layout(parameters: ParameterVector, comm: Comm) -> tuple[int, ...]:
     return comm.rank, comm.ranks, parameters.numel
 
 
+def parts_of(entries: list[Mapping[str, Any]]) -> Parts | None:
+    """Return the state in the entries of a ``state_dict``, one for each parameter; None if they are empty.
+
+    A vector is this rank's part, or the part of one of the parameters.
+
+    Raises:
+        ValueError: the entries are none that ``write_state`` writes.
+    """
+    if not any(entries):
+        return None
+    numbers, tensors, in_parts = (entries[0].get(key, {}) for key in _BESIDE)
+    vectors = {name: x for entry in entries for name, x in entry.items() if name not in _BESIDE}
+    if not isinstance(in_parts, Mapping):
+        raise ValueError(_foreign("its parts have no names"))
+    layout = in_parts.get("layout", [0, 0, 0])
+    if not isinstance(layout, list) or [type(x) for x in layout] != [int, int, int]:
+        raise ValueError(_foreign(f"it has the layout {str(layout)[:80]}"))
+    own = {name: x for name, x in in_parts.items() if name != "layout"}
+    return require_parts((vectors | own, numbers, tensors))
+
+
+def require_parts(parts: Any) -> Parts:
+    """Return vectors, numbers and tensors by name.
+
+    Raises:
+        ValueError: they are something else.
+    """
+    if not isinstance(parts, tuple) or len(parts) != 3:
+        raise ValueError(_foreign(f"it is a {type(parts).__name__}, not vectors, numbers and tensors"))
+    for part in parts:
+        if not isinstance(part, Mapping) or not all(isinstance(name, str) for name in part):
+            raise ValueError(_foreign(f"its values have no names in a {type(part).__name__}"))
+    for name, x in (*parts[0].items(), *parts[2].items()):
+        if not isinstance(x, Tensor):
+            raise ValueError(_foreign(f"{name[:80]} is a {type(x).__name__} and no tensor"))
+    return Parts(*map(dict, parts))
+
+
+def require_values(parts: Parts) -> None:
+    """Require numbers that a state can have, and finite tensors; those on the device "meta" are not checked.
+
+    Raises:
+        ValueError: a number is none, or a tensor is not finite.
+    """
+    iteration = parts.numbers.get("iteration")
+    if type(iteration) is not int or iteration < 0:
+        said = f"The state has iteration = {str(iteration)[:80]!r}, which is no count of steps."
+        raise ValueError(f"{said} Load another.")
+    for name, value in parts.numbers.items():  # also those of a sample policy that is not known before the next step
+        counted = name != "seed" and type(value) is int and value >= 1 << 63
+        if type(value) not in _KINDS or not _is(type(value), value) or counted:
+            raise ValueError(f"The state has {name[:80]} = {str(value)[:80]!r}, which no state has. Load another.")
+    for name, x in {**parts.vectors, **parts.tensors}.items():
+        local = x.to_local() if is_sharded(x) else x
+        if not x.is_meta and not bool(local.isfinite().all()):
+            raise ValueError(f"The state cannot be used: {name[:80]} is not finite. Load an older one.")
+
+
 def require_whole(parts: Parts, parameters: ParameterVector) -> None:
     """Require finite vectors of these parameters in a whole state; values on the device "meta" are not checked.
 
@@ -325,22 +384,13 @@ def require_whole(parts: Parts, parameters: ParameterVector) -> None:
         ValueError: a vector does not fit or is not finite, or the parameters are DTensors.
     """
     require_plain(parameters.params)
-    iteration = parts.numbers.get("iteration")
-    if type(iteration) is not int or iteration < 0:
-        said = f"The state has iteration = {str(iteration)[:80]!r}, which is no count of steps."
-        raise ValueError(f"{said} Load another.")
-    for name, value in parts.numbers.items():  # also those of a sample policy, which is known at the next step
-        if type(value) not in _KINDS or not _is(type(value), value):
-            raise ValueError(f"The state has {name} = {str(value)[:80]!r}, which no state has. Load another.")
+    require_values(parts)
     for name, x in parts.vectors.items():
         if [*x.shape] != [parameters.numel] or x.dtype != parameters.dtype:
             raise ValueError(
-                f"The state is one of another model: {name} is {[*x.shape]} of {x.dtype}, and the parameters are "
+                f"The state is one of another model: {name[:80]} is {[*x.shape]} of {x.dtype}, and the parameters are "
                 f"{parameters.numel} numbers of {parameters.dtype}. Build the model as it was when it was saved."
             )
-    for name, x in {**parts.vectors, **parts.tensors}.items():
-        if not x.is_meta and not bool(x.isfinite().all()):
-            raise ValueError(f"The state cannot be used: {name} is not finite. Load an older one.")
 
 
 def on_rank(parts: Parts, parameters: ParameterVector, comm: Comm) -> Parts:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import math
 import sys
 import time
 from pathlib import Path
@@ -19,6 +19,7 @@ from krylov_descent.cli.screen import complain, say
 from krylov_descent.cli.target import UsageError, load
 from krylov_descent.flow.optimizer import GaussNewtonFlow
 from krylov_descent.optimizer import KSD
+from krylov_descent.plot.records import lines, parsed
 from krylov_descent.run import EndReason, Run
 from krylov_descent.safety.tensor_file import replacing
 from krylov_descent.writers import JSONLWriter
@@ -126,8 +127,11 @@ class Checkpoints:
         if extra is None:
             return 0
         try:
+            steps = extra["steps"]
+            if type(steps) is not int or not 0 <= steps < 1 << 63:
+                raise ValueError(f"steps = {str(steps)[:80]}")
             torch.set_rng_state(torch.tensor([*bytes.fromhex(extra["generator"])], dtype=torch.uint8))
-            self._steps = self.saved = int(extra["steps"])
+            self._steps = self.saved = steps
         except (ValueError, LookupError, RuntimeError, TypeError) as error:
             raise UsageError(f"{self._path} was not written by krylov-descent train.", anew) from error
         return self._steps
@@ -154,19 +158,23 @@ def _forget_after(log: Path, steps: int) -> None:
     """Drop the lines of a log after the checkpoint: those steps are taken again."""
     if not log.exists():
         return
-    lines = log.read_text(encoding="utf-8").splitlines(keepends=True)
-    kept = [line for line in lines if _iteration(line) < steps]
-    if len(kept) < len(lines):
+    if not log.is_file():
+        raise UsageError(f"{log} is no file.", "Remove it, or begin anew in another --out.")
+    try:
+        kept = [line for line in lines(log) if _iteration(line) < steps]
+    except ValueError as error:
+        raise UsageError(str(error), "Remove it, or begin anew in another --out.") from error
+    text = "".join(kept).encode()
+    if len(text) != log.stat().st_size:
         with replacing(log) as file:
-            file.write("".join(kept).encode())
+            file.write(text)
 
 
 def _iteration(line: str) -> float:
-    """Return the iteration of a line; infinity for a line that was cut off."""
-    try:
-        return float(json.loads(line)["iteration"])
-    except (ValueError, KeyError, TypeError):
-        return float("inf")
+    """Return the iteration of a line; infinity for a line that was cut off or is no report."""
+    record = parsed(line)
+    iteration = record.get("iteration") if isinstance(record, dict) else None
+    return iteration if isinstance(iteration, (int, float)) else math.inf
 
 
 def _say_ended(run: Run, before: int, out: Path) -> None:

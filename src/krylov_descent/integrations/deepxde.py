@@ -200,11 +200,14 @@ def _keep_values(optimizer: CurvatureOptimizer, variables: Sequence[Tensor]) -> 
         state[_VARIABLES] = [variable.detach().clone() for variable in variables]
 
     def take(_: Any, state: dict[str, Any]) -> dict[str, Any]:
-        values = state.get(_VARIABLES, ())
-        if len(values) != len(variables):
+        found = state.get(_VARIABLES, ())
+        values = found if isinstance(found, (list, tuple)) else [found]
+        here, there = ([[*x.shape] if isinstance(x, Tensor) else x for x in xs] for xs in (variables, values))
+        if here != there or not all(bool(x.isfinite().all()) for x in values):
             raise ValueError(
-                f"The file has the values of {len(values)} external trainable variables, and the model was compiled "
-                f"with {len(variables)}. Give compile_ksd(..., external_trainable_variables=...) those of that run."
+                f"The file has values of external trainable variables of shapes {str(there)[:80]}, and the model was "
+                f"compiled with {here}, all finite. Give compile_ksd(..., external_trainable_variables=...) those of "
+                "that run."
             )
         with torch.no_grad():
             for variable, value in zip(variables, values, strict=True):

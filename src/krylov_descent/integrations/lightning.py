@@ -29,7 +29,6 @@ from krylov_descent.integrations._shared import evaluating, numbers
 from krylov_descent.optimizer import KSD
 from krylov_descent.report import Settlement, StepReport
 from krylov_descent.samples.subsets import Subsets
-from krylov_descent.state import Parts
 
 _STATE_OF_RANKS = "krylov_descent"  # its entry in a checkpoint
 
@@ -172,7 +171,7 @@ class KSDModule(LightningModule):
         if self._loaded is not None:
             optimizer = _ksd_of(self.trainer)
             optimizer.state.clear()  # the state of the rank that wrote the file
-            optimizer.load_whole_state(Parts(*self._loaded))
+            optimizer.load_whole_state(self._loaded)
             self._loaded = None
 
     def on_train_end(self) -> None:

@@ -21,6 +21,8 @@ _XLABEL = {"step": "step", "seconds": "seconds in steps", "gradients": "gradient
 _RUN = "krylov-descent run"  # the gid of lines of runs
 _FEW = 40  # the largest number of steps with markers
 _ROUNDING = 1e-12  # Ritz values below this part of a step's largest are rounding
+_MOST_PHASES = 20
+_MOST_CELLS = 1_000_000  # of the table of coefficients
 _DECADES = 6  # the largest span of the colour scale; smaller coefficients share its lowest colour
 
 
@@ -89,6 +91,9 @@ def phases(reports: Iterable[Report], ax: Axes | None = None) -> Axes:
     style.frame(ax, f"Time of each step by phase: {total:.3g} s in all", "step", "seconds")
     if not total > 0:
         style.nothing(ax, "these reports have no times")
+        return ax
+    if len(laps) > _MOST_PHASES:
+        style.nothing(ax, f"{len(laps):,} phases are too many to draw")
         return ax
     borders, floor = of.edges(steps(records)), [0.0] * len(records)
     for number, (name, values) in enumerate(laps.items()):
@@ -181,12 +186,15 @@ def coefficients(reports: Iterable[Report], ax: Axes | None = None) -> Axes:
     from matplotlib.colors import LogNorm
 
     style.frame(ax, "Size of each step along the vectors of its basis", "step", "basis vector", grid=False)
+    if (cells := _rows(records)[1] * len(records)) > _MOST_CELLS:
+        style.nothing(ax, f"{cells:,} coefficients are too many to draw:\npass fewer reports")
+        return ax
     table = _table(records)
     sizes = [x for row in table for x in row if x > 0]
     if not sizes:
         style.nothing(ax, "these reports have no coefficients")
         return ax
-    K = _krylov_dim(records)
+    K = _rows(records)[0]
     previous = len(table) - K
     top = max(sizes)
     bottom = max(min(sizes), top * 10.0**-_DECADES)
@@ -312,20 +320,28 @@ def _dots(records: Sequence[Record]) -> list[tuple[float, float]]:
 
 def _table(records: Sequence[Record]) -> list[list[float]]:
     """Return rows 1 … K and those of previous steps, with a column for each step; NaN for blank cells."""
-    K = _krylov_dim(records)
-    own = [int(record.get("krylov_dim") or 0) for record in records]
-    found = [of.numbers(record, "coefficients") for record in records]
-    previous = max(1, *(len(cs) - k for cs, k in zip(found, own, strict=True)))
-    table = [[math.nan] * len(records) for _ in range(K + previous)]
-    for i, cs in enumerate(found):
-        for k, c in enumerate(cs):
+    own = _krylov_dims(records)
+    K, rows = _rows(records)
+    table = [[math.nan] * len(records) for _ in range(rows)]
+    for i, record in enumerate(records):
+        for k, c in enumerate(of.numbers(record, "coefficients")):
             if math.isfinite(c) and c != 0:
                 table[k if k < own[i] else K + k - own[i]][i] = abs(c)
     return table
 
 
-def _krylov_dim(records: Sequence[Record]) -> int:
-    return max(int(record.get("krylov_dim") or 0) for record in records)
+def _rows(records: Sequence[Record]) -> tuple[int, int]:
+    """Return K and the number of all basis vectors, those of previous steps included."""
+    own = _krylov_dims(records)
+    previous = (len(record.get("coefficients") or ()) - k for record, k in zip(records, own, strict=True))
+    return max(own), max(own) + max(1, *previous)
+
+
+def _krylov_dims(records: Sequence[Record]) -> list[int]:
+    """Return the number of coefficients that belong to Krylov vectors."""
+    dims = of.column(records, "krylov_dim")
+    lengths = [len(record.get("coefficients") or ()) for record in records]
+    return [int(min(k, length)) if k > 0 else 0 for k, length in zip(dims, lengths, strict=True)]
 
 
 def _ticks(K: int) -> list[int]:

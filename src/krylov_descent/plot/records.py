@@ -6,7 +6,7 @@ import itertools
 import json
 import math
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -14,6 +14,11 @@ from krylov_descent.report import StepReport
 
 Report: TypeAlias = StepReport | Mapping[str, Any]
 Record: TypeAlias = Mapping[str, Any]
+
+_LONGEST = 1 << 20  # characters of a line
+_LOSSES = ("loss", "search_loss_before", "search_loss_after")
+_NUMBERS = (*_LOSSES, "iteration", "grad_norm", "krylov_dim", "sample_gradients")
+_LISTS, _TABLES = ("ritz_values", "coefficients"), ("seconds", "set_sizes")
 
 
 def read(path: str | Path) -> list[dict[str, Any]]:
@@ -35,25 +40,76 @@ def read(path: str | Path) -> list[dict[str, Any]]:
         >>> [report["loss"] for report in plot.read(log)]
         [6.5]
     """
-    lines = Path(path).read_text(encoding="utf-8", errors="replace").split("\n")
-    numbered = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
     found: list[dict[str, Any]] = []
-    for number, line in numbered:
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError:
-            record = None
-        if isinstance(record, dict) and "loss" in record:
-            found.append(record)
+    cut, before = 0, ""
+    for number, line in enumerate(lines(path), start=1):
+        if not line.strip():
             continue
-        if record is not None or number < numbered[-1][0]:
-            raise ValueError(
-                f"{path}, line {number}: this is no report of a step: {line[:60]!r}. Remove the line, or pass a file "
-                "that krylov_descent.writers.JSONLWriter wrote."
-            )
+        if cut:
+            raise ValueError(_no_report(path, cut, before))
+        record = parsed(line)
+        if record is None:
+            cut, before = number, line
+        elif (wrong := _wrong(record)) is not None:
+            raise ValueError(_no_report(path, number, line, wrong))
+        else:
+            found.append(record)
+    if cut:
         what = "the last line was cut off and is skipped. The run was killed while it wrote, or is writing now."
-        warnings.warn(f"{path}, line {number}: {what}", stacklevel=2)
+        warnings.warn(f"{path}, line {cut}: {what}", stacklevel=2)
     return found
+
+
+def lines(path: str | Path) -> Iterator[str]:
+    """Yield the lines of a log.
+
+    Raises:
+        ValueError: a line is longer than that of any report.
+    """
+    with open(path, encoding="utf-8", errors="replace", newline="\n") as file:
+        while line := file.readline(_LONGEST + 1):
+            if len(line) > _LONGEST:
+                raise ValueError(
+                    f"{path} has a line of more than {_LONGEST:,} characters: {line[:60]!r}…. Remove the line, or pass "
+                    "a file that krylov_descent.writers.JSONLWriter wrote."
+                )
+            yield line
+
+
+def parsed(line: str) -> Any:
+    """Return the value of a line; None if it is not JSON."""
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _no_report(path: str | Path, number: int, line: str, wrong: str = "") -> str:
+    return (
+        f"{path}, line {number}: this is no report of a step{wrong}: {line.strip()[:60]!r}. Remove the line, "
+        "or pass a file that krylov_descent.writers.JSONLWriter wrote."
+    )
+
+
+def _wrong(record: Any) -> str | None:
+    """Return what is wrong with a record, or None."""
+    if not isinstance(record, dict) or "loss" not in record:
+        return ""
+    values: dict[str, Any] = {key: [record.get(key)] for key in _NUMBERS}
+    for key in _LISTS:
+        values[key] = record.get(key) or []
+    for key in _TABLES:
+        table = record.get(key) or {}
+        named = isinstance(table, dict) and all(name.isprintable() for name in table)
+        values[key] = list(table.values()) if named else table
+    for key, found in values.items():
+        if not isinstance(found, list) or not all(map(_is_number, found)):
+            return f" ({key} = {str(record.get(key))[:40]!r})"
+    return None
+
+
+def _is_number(x: Any) -> bool:
+    return x is None or isinstance(x, float) or (isinstance(x, int) and abs(x) < 1 << 64)
 
 
 def records_of(reports: Iterable[Report]) -> list[Record]:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar
 
 import torch
@@ -125,6 +125,24 @@ class KroneckerState:
     decay: float = 0.0
     places: tuple[int, ...] = ()
     blocks: dict[int, AnyBlock] = field(default_factory=dict)
+
+    def check(self, params: Sequence[Tensor]) -> None:
+        """Require tensors no larger than those of any of these parameters.
+
+        Raises:
+            ValueError: one is larger.
+        """
+        widest = max((max(p.shape[0], p.numel() // max(1, p.shape[0])) for p in params if p.ndim), default=1) + 1
+        longest = max(widest, *(p.numel() for p in params))
+        for i, block in self.blocks.items():
+            for x in (getattr(block, part.name) for part in fields(block)):
+                if isinstance(x, Tensor) and (
+                    max(x.shape, default=1) > (widest if x.ndim > 1 else longest) or x.ndim > 2
+                ):
+                    raise ValueError(
+                        f"The state is one of another model: it has a factor {[*x.shape]} for parameter {i}. Build the "
+                        "model as it was when it was saved."
+                    )
 
     def of(self, parameters: ParameterVector) -> KroneckerState:
         """Return the state on these parameters' device; a new state if its places or shapes do not fit them."""

@@ -29,6 +29,7 @@ except ImportError as missing:
 
 #: The key of the text in ``__metadata__``, and its largest length in characters.
 KEY, LIMIT = "krylov_descent", 1 << 20
+_LONGEST_HEADER, _MOST_TENSORS = 3 << 20, 20_000
 ANEW = "Copy the file again, or load another one."
 
 _DTYPES = {
@@ -69,9 +70,15 @@ def write(path: Path, tensors: Mapping[str, Tensor], text: str) -> None:
 
     safetensors' own writer leaves a temporary file of random name behind when it is killed.
     """
+    head = _head(tensors, text)
+    if len(head) > _LONGEST_HEADER or len(tensors) > _MOST_TENSORS:
+        raise ValueError(
+            f"The names of {len(tensors):,} tensors take {len(head):,} bytes, and a checkpoint has room for "
+            f"{_MOST_TENSORS:,} in {_LONGEST_HEADER:,}. Save parts of the model in files of their own."
+        )
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as file:
-        file.write(_head(tensors, text))
+        file.write(head)
         for name in _order(tensors):
             file.write(raw_bytes(tensors[name]))
 
@@ -87,7 +94,10 @@ class TensorFile:
     def __init__(self, path: Path, file: Any) -> None:
         self._file = file
         self.declared: dict[str, Tensor] = {}
-        for name in file.keys():  # noqa: SIM118 — it is no mapping
+        names = file.keys()
+        if len(names) > _MOST_TENSORS:
+            raise ValueError(f"The file has {len(names):,} tensors, and at most {_MOST_TENSORS:,} can be. {ANEW}")
+        for name in names:
             entry = file.get_slice(name)
             self.declared[name] = torch.empty(entry.get_shape(), dtype=_DTYPES[entry.get_dtype()], device="meta")
         self.text: str = (file.metadata() or {}).get(KEY, "")
@@ -107,6 +117,7 @@ class TensorFile:
 def reading(path: Path) -> Iterator[TensorFile]:
     """Open a file; any error in the file or its contents becomes a ValueError that names the file."""
     try:
+        _require_header(path)
         with safe_open(path, framework="pt") as file:
             yield TensorFile(path, file)
     except ValueError as error:
@@ -114,6 +125,19 @@ def reading(path: Path) -> Iterator[TensorFile]:
     except (SafetensorError, ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError) as error:
         what = f"{type(error).__name__}: {str(error)[:200]}"
         raise ValueError(f"{path} is no checkpoint, or damaged ({what}). {ANEW}") from None
+
+
+def _require_header(path: Path) -> None:
+    """Require a regular file with a header of a length that ``write`` writes."""
+    if not path.is_file():
+        raise ValueError(f"This is no file: a directory, a pipe or a device, or it is gone. {ANEW}")
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+    if length > _LONGEST_HEADER:
+        raise ValueError(
+            f"This is no checkpoint, or damaged: its header would have {length:,} bytes, and at most "
+            f"{_LONGEST_HEADER:,} can be. {ANEW}"
+        )
 
 
 def _order(tensors: Mapping[str, Tensor]) -> list[str]:

@@ -201,6 +201,8 @@ class Growing(Subsets):
         True
     """
 
+    State = GrowingState
+
     def __init__(
         self,
         data: Any,
@@ -218,10 +220,6 @@ class Growing(Subsets):
         if not isinstance(start, int) or isinstance(start, bool) or start < 1:
             raise ValueError(f"start is {start!r}, not a whole number ≥ 1. Pass the size of the first A, such as 500.")
         self._start = start
-
-    def init(self) -> Any:
-        """Return the state with sets of their first sizes."""
-        return GrowingState()
 
     def choose(self, iteration: int, state: Any, *, krylov_dim: int, shard: int, of_shards: int) -> Choice:
         """Choose the sets of one step, larger if recent steps demand it."""

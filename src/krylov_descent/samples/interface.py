@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
 
@@ -154,9 +154,12 @@ class StepWatch:
 class SamplePolicy(ABC):
     """Draws the sets of each step; subclass it for a policy of your own, and give it to ``step`` as ``sets``."""
 
+    #: The class of the state, a frozen dataclass of numbers and tensors; a loaded state is checked against it.
+    State: ClassVar[type[Any]] = Stateless
+
     def init(self) -> Any:
-        """Return the state of a new run: a frozen dataclass of numbers and tensors."""
-        return Stateless()
+        """Return the state of a new run."""
+        return self.State()
 
     @abstractmethod
     def choose(self, iteration: int, state: Any, *, krylov_dim: int, shard: int, of_shards: int) -> Choice:
@@ -215,3 +218,14 @@ class FullBatch(SamplePolicy):
 
     def warn_if_random(self) -> None:
         """Do nothing: no samples are loaded."""
+
+
+def kinds_of_policy(name: object) -> list[type[Any]]:
+    """Return the classes of the states of all policies of this name whose ``init`` returns one as it is."""
+    found, waiting = [], [SamplePolicy]
+    while waiting:
+        kind = waiting.pop()
+        waiting += kind.__subclasses__()
+        if kind.__name__ == name and kind.init is SamplePolicy.init:
+            found.append(kind.State)
+    return found

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -132,6 +132,8 @@ class Subsets(SamplePolicy):
         [32, 32, 32, 4]
     """
 
+    State: ClassVar[type[Any]] = SubsetsState
+
     def __init__(
         self,
         data: Any,
@@ -169,10 +171,6 @@ class Subsets(SamplePolicy):
             f"Subsets({self._size} samples, batch_size={self._batch_size}, fraction={self._fraction}, "
             f"gradient_fraction={self._gradient_fraction}, seed={self._seed})"
         )
-
-    def init(self) -> Any:
-        """Return the state with C at its first size."""
-        return SubsetsState()
 
     def choose(self, iteration: int, state: Any, *, krylov_dim: int, shard: int, of_shards: int) -> Choice:
         """Choose the sets of one step, with C doubled at each earlier rollback."""
