@@ -31,7 +31,7 @@ from reliability.methods import KINDS, Training
 from reliability.outcome import Outcome
 from reliability.snapshot import Snapshot
 
-STEPS = 6
+STEPS = 4
 #: Interrupts of one trial.
 INTERRUPTS = 10
 
@@ -46,7 +46,7 @@ def signals() -> Iterator[Callable[[float], None]]:
     handler, hook = signal.signal(signal.SIGALRM, interrupt), sys.unraisablehook
     sys.unraisablehook = lambda _: None  # Python swallows what is raised where an object is collected
     try:
-        yield lambda seconds: signal.setitimer(signal.ITIMER_REAL, seconds)  # type: ignore[misc, return-value]
+        yield lambda seconds: signal.setitimer(signal.ITIMER_REAL, seconds)  # type: ignore[misc]
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, handler)

@@ -56,7 +56,7 @@ class _Twice(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *g: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
+        x: Tensor = ctx.saved_tensors[0]
         return g[0] * x.cos()
 
 
@@ -64,9 +64,9 @@ class _Once(_Twice):
     """A sine that cannot."""
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, *g: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
+        x: Tensor = ctx.saved_tensors[0]
         return g[0] * x.cos()
 
 
@@ -120,13 +120,13 @@ def _conv2d(w: int, f: Callable[[Tensor], Tensor], out: int) -> nn.Module:
     return _headed(lambda m, x: f(m.c(x.reshape(-1, 1, 2, 3))).flatten(1), 4 * w, out, c=c)
 
 
-def _recurrent(kind: type[nn.RNNBase], first: bool = True) -> Build:
+def _recurrent(kind: Callable[..., nn.RNNBase], first: bool = True) -> Build:
     def body(m: Any, x: Tensor) -> Tensor:
         x = x.reshape(-1, 3, 2)
         h: Tensor = m.cells(x if first else x.transpose(0, 1))[0]
         return h[:, -1] if first else h[-1]
 
-    return lambda w, f, out: _headed(body, w, out, cells=kind(2, w, batch_first=first))  # type: ignore[arg-type]
+    return lambda w, f, out: _headed(body, w, out, cells=kind(2, w, batch_first=first))
 
 
 def _attention(w: int, f: Callable[[Tensor], Tensor], out: int) -> nn.Module:
@@ -269,13 +269,14 @@ def _weight(make: Callable[[int], Tensor], use: Callable[[Tensor, Tensor], Tenso
 
 def _fourier(x: Tensor, w: Tensor) -> Tensor:
     z = torch.view_as_complex(w.contiguous().float())
-    return torch.fft.fft(x.to(z.dtype) @ z).abs().to(w.dtype)
+    transformed: Tensor = torch.fft.fft(x.to(z.dtype) @ z)
+    return transformed.abs().to(w.dtype)
 
 
 def _dead(w: int, f: Callable[[Tensor], Tensor], out: int) -> nn.Module:
-    model = _dense(nn.ReLU())(w, lambda x: x, out)
-    nn.init.constant_(model.a.bias, -1e4)  # type: ignore[arg-type]
-    return model
+    a = nn.Linear(6, w)
+    nn.init.constant_(a.bias, -1e4)
+    return _headed(lambda m, x: torch.relu(m.a(x)), w, out, a=a)
 
 
 MODELS: dict[str, Build] = {
