@@ -121,6 +121,7 @@ class _Trial:
         self.sets = _sets(problem, self.data)
         self.outcome = Outcome()
         self.steps = 0
+        self.first: float | None = None
 
     def _right(self, batch: tuple[Tensor, Tensor] | None = None) -> tuple[Any, ...]:
         return evaluate(self.problem, self.model, *(self.data if batch is None else batch))
@@ -131,7 +132,7 @@ class _Trial:
             self.optimizer = _optimizer(problem, self.model)
         except ValueError as error:
             return Outcome("refused", told={"message": str(error)})
-        start = self.loss()
+        start = self.first = self.loss()
         first = Snapshot(self.model, self.optimizer)
         for _ in range(problem.steps):
             if not self._step() or outcome.lost:
@@ -237,7 +238,10 @@ class _Trial:
             self.outcome.lost.append(f"the loss rose from {before!r} to {after!r}")
 
     def _noise(self, loss: float) -> float:
-        return relative_noise(next(self.model.parameters()).dtype) * abs(loss)
+        """Of a loss, and of one that is the rounding of outputs: other kernels, with or without a graph, round others."""
+        noise = relative_noise(next(self.model.parameters()).dtype)
+        first = abs(self.first) if self.first is not None and math.isfinite(self.first) else 0.0
+        return noise * abs(loss) + (4 * noise) ** 2 * first
 
     def loss(self) -> float | None:
         """f on A, weight decay included; None where the right closure raises."""
