@@ -238,7 +238,7 @@ class _Trial:
             self.outcome.lost.append(f"the loss rose from {before!r} to {after!r}")
 
     def _noise(self, loss: float) -> float:
-        """Of a loss, and of one that is the rounding of outputs: other kernels, with or without a graph, round others."""
+        """Of a loss, and of one that is the rounding of outputs, which differs with and without a graph."""
         noise = relative_noise(next(self.model.parameters()).dtype)
         first = abs(self.first) if self.first is not None and math.isfinite(self.first) else 0.0
         return noise * abs(loss) + (4 * noise) ** 2 * first
