@@ -1,32 +1,28 @@
-"""Try to break KSD, and count: ``python -m reliability [problems|checkpoints|kills|soak|all|pack|table|figure]``.
+"""Try to break every method by every fault, and count: ``python -m reliability [matrix|pack|table|figure]``.
 
-Without ``--count``, as many trials as docs/reliability.md has. Every trial is a line in results/reliability; the same
-command again goes on after a cut, and passes over the trials that are there. ``pack`` makes one line of trials that
-ended alike, which is what git keeps. Ends with 1 if anything was lost.
+Every trial is a line in results/reliability/matrix.jsonl; the same command again goes on after a cut, and passes over
+the trials that are there. ``--only Ctrl-C --only "rank loss"`` tries some faults, ``--share 0.1`` a tenth of their
+trials, ``--lost`` those again that were lost. ``pack`` makes one line of trials that ended alike, which is what git
+keeps. Ends with 1 if anything was lost.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from reliability import pool
 from reliability.figures import figure
-from reliability.records import appending, pack, read
+from reliability.matrix import FAULTS, cells
+from reliability.records import appending, key, pack, read
 from reliability.tables import table
 
-RESULTS = Path("results/reliability")
+RESULTS = Path("results/reliability/matrix.jsonl")
 MARKS = ("<!-- table -->", "<!-- /table -->")
-#: Kinds of trouble: the module with ``run``, and the trials of the whole suite.
-KINDS = {
-    "problems": ("reliability.problems", 5500),
-    "checkpoints": ("reliability.corruption", 760),
-    "kills": ("reliability.kills", 91),
-    "soak": ("reliability.soak", 4),
-}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -34,9 +30,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m reliability", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("command", nargs="?", default="all", choices=[*KINDS, "all", "pack", "table", "figure"])
-    parser.add_argument("--count", type=int, help="trials of each kind")
-    parser.add_argument("--seed", type=int, default=0, help="of the first trial; those after it have the next ones")
+    parser.add_argument("command", nargs="?", default="matrix", choices=["matrix", "pack", "table", "figure"])
+    parser.add_argument("--only", action="append", choices=[*FAULTS], metavar="FAULT", help=", ".join(FAULTS))
+    parser.add_argument("--share", type=float, default=1.0, help="of the trials of each cell (%(default)s)")
+    parser.add_argument("--lost", action="store_true", help="try again what was lost")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="trials at a time (%(default)s)")
     parser.add_argument("--results", type=Path, default=RESULTS, help="where trials are recorded (%(default)s)")
     parser.add_argument("--into", type=Path, help=f"table: put it into this file, between {' and '.join(MARKS)}")
     parser.add_argument("--out", type=Path, default=Path("figures"), help="figure: where to (%(default)s)")
@@ -52,52 +50,46 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _do(given: argparse.Namespace) -> int:
     if given.command == "pack":
-        for path in sorted(given.results.glob("*.jsonl")):
-            pack(path)
-        return 0
-    if given.command == "table":
-        text = table(given.results)
-        if given.into is None:
-            sys.stdout.write(text)
-        else:
-            from experiments.common.markdown import put
+        pack(given.results)
+    elif given.command == "table" and given.into is None:
+        sys.stdout.write(table(given.results))
+    elif given.command == "table":
+        from experiments.common.markdown import put
 
-            put(text, given.into, MARKS)
-        return 0
-    if given.command == "figure":
+        put(table(given.results), given.into, MARKS)
+    elif given.command == "figure":
         for path in figure(given.results, given.out):
             sys.stdout.write(f"{path}\n")
-        return 0
-    if given.count is not None and given.count < 1:
-        raise ValueError(f"--count {given.count}: must be at least 1.")
-    lost = 0
-    for kind in KINDS if given.command == "all" else (given.command,):
-        module, whole = KINDS[kind]
-        lost += _try(kind, module, whole if given.count is None else given.count, given)
-    return int(lost > 0)
+    else:
+        return _try(given)
+    return 0
 
 
-def _try(kind: str, module: str, count: int, given: argparse.Namespace) -> int:
-    """All trials of a kind that are not recorded yet; how many are lost, recorded ones included."""
+def _try(given: argparse.Namespace) -> int:
+    """All trials that are not recorded yet; 1 if any is lost, recorded ones included."""
     from tqdm import tqdm
 
-    path = given.results / f"{kind}.jsonl"
-    wanted = range(given.seed, given.seed + count)
-    before = [record for record in read(path) if record["seed"] in wanted]
-    lost = sum(int(record["lost"]) for record in before)
-    with appending(path) as append, tqdm(total=count, initial=len(before), desc=kind, disable=given.quiet) as bar:
+    if not 0 < given.share <= 1:
+        raise ValueError(f"--share {given.share}: must be above 0, and at most 1.")
+    wanted = list(cells(given.only or [*FAULTS], given.share))
+    before = {key(record): record for record in read(given.results)}
+    done = [cell for cell in wanted if cell in before and not (given.lost and before[cell]["lost"])]
+    lost = sum(before[cell]["lost"] for cell in done)
+    with appending(given.results) as append, tqdm(total=len(wanted), initial=len(done), disable=given.quiet) as bar:
 
         def report(record: dict[str, Any]) -> None:
             nonlocal lost
             append(record)
             lost += record["lost"]
             if record["lost"]:
-                bar.write(f"LOST: {kind}, seed {record['seed']}, {record['case']}: {record.get('why', '')}")
+                bar.write(f"LOST: {record['fault']}, {record['method']}, seed {record['seed']}: {record['why'][:300]}")
+            bar.set_description(record["fault"], refresh=False)
             bar.set_postfix(lost=lost, refresh=False)
             bar.update()
 
-        importlib.import_module(module).run(count, given.seed, report, {record["seed"] for record in before})
-    return lost
+        passed = set(done)
+        pool.run((cell for cell in wanted if cell not in passed), report, max(1, given.jobs or 1))
+    return int(lost > 0)
 
 
 if __name__ == "__main__":

@@ -12,11 +12,19 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
 # The first optimizer of a process imports torch._dynamo, which takes a second.
-_MODULES = ["reliability.training", "krylov_descent.checkpoint", "torch._dynamo", "numpy"]
+_MODULES = ["reliability.training", "reliability.problems", "krylov_descent.checkpoint", "torch._dynamo", "numpy"]
+
+
+def preloaded() -> ForkServerContext:
+    """Where processes start with torch imported."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_MODULES)
+    return context
 
 
 @dataclass(frozen=True)
@@ -54,8 +62,7 @@ class Running:
     """Ranks at work."""
 
     def __init__(self, ranks: int, seconds: float, function: Callable[..., Any], args: Sequence[Any]) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(_MODULES)
+        context = preloaded()
         self._directory = Path(tempfile.mkdtemp(prefix="ranks-"))
         self._processes = [
             context.Process(target=_serve, args=(self._directory, rank, ranks, seconds, function, tuple(args)))

@@ -1,4 +1,4 @@
-"""The files of ``python -m reliability``: a line of JSON for each trial, or packed, for all that ended alike."""
+"""The file of ``python -m reliability``: a line of JSON for each trial, or packed, for all that ended alike."""
 
 from __future__ import annotations
 
@@ -13,23 +13,28 @@ from typing import Any
 Record = dict[str, Any]
 
 #: Parts of a record that neither the table nor the figure reads; those of trials that were lost are kept.
-_UNREAD = ("seed", "seconds", "what", "basis", "method", "where")
+_UNREAD = ("seed", "seconds")
 
 
 def read(path: Path) -> list[Record]:
-    """The records of a file, of each seed the last; a line that was cut off is left out."""
+    """The records of a file, of each trial the last; a line that was cut off is left out."""
     if not path.exists():
         return []
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
     found = [json.loads(line) for line in lines if line.endswith("\n") and line.strip()]
-    return list({each["seed"]: each for record in found for each in _trials(record)}.values())
+    return list({key(each): each for record in found for each in _trials(record)}.values())
+
+
+def key(record: Record) -> tuple[str, str, int]:
+    """Fault, method and seed."""
+    return record["fault"], record["method"], record["seed"]
 
 
 def pack(path: Path) -> None:
     """Write a file anew with one line, and all seeds, for trials that differ in nothing which is read."""
     alike: dict[str, tuple[Record, list[int]]] = {}
     for record in read(path):
-        kept = record if record["lost"] else {key: value for key, value in record.items() if key not in _UNREAD}
+        kept = record if record["lost"] else {k: value for k, value in record.items() if k not in _UNREAD}
         _, seeds = alike.setdefault(json.dumps(kept), (kept, []))
         seeds.append(record["seed"])
     _replace(path, "".join(_line({**kept, "seeds": seeds}) for kept, seeds in alike.values()))
@@ -38,19 +43,7 @@ def pack(path: Path) -> None:
 def _trials(record: Record) -> list[Record]:
     """The records of a line, one for each seed."""
     seeds = record.get("seeds", [record.get("seed")])
-    return [{**{key: value for key, value in record.items() if key != "seeds"}, "seed": seed} for seed in seeds]
-
-
-def read_all(results: Path) -> list[Record]:
-    """The records of all kinds.
-
-    Raises:
-        ValueError: there are none.
-    """
-    found = [record for path in sorted(results.glob("*.jsonl")) for record in read(path)]
-    if not found:
-        raise ValueError(f"There are no records in {results}: make some with `python -m reliability all`.")
-    return found
+    return [{**{k: value for k, value in record.items() if k != "seeds"}, "seed": seed} for seed in seeds]
 
 
 @contextmanager

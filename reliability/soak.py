@@ -11,9 +11,7 @@ import hashlib
 import os
 import statistics
 import tempfile
-import time
-from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,77 +19,34 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from krylov_descent import Subsets, checkpoint
+from krylov_descent import checkpoint
+from reliability.methods import sets_of
+from reliability.outcome import Outcome
 from reliability.processes import running
-from reliability.training import Method, data_of, dense, made
+from reliability.training import data_of, dense, small
 
 #: Bytes by which the memory of a run may grow after the first tenth of it, as a median over tenths.
 ALLOWED = 2 << 20
-#: Points of the curve of a run.
+#: Points of the curve of a run; a checkpoint is saved at each.
 POINTS = 100
+#: Steps of a run; those of BFGS take longer.
+STEPS = {"PAPER": 1000, "default": 2000, "DEEP + Growing": 5000, "flow": 5000}
 
 
-@dataclass(frozen=True)
-class Case:
-    """A run.
-
-    Attributes:
-        widths: of the network.
-        samples: of the data set; B and C are a tenth of it each.
-        full_batch: without sets.
-        saves: saves a checkpoint at each point of the curve, too.
-    """
-
-    name: str
-    method: Method
-    widths: tuple[int, ...]
-    samples: int
-    steps: int
-    full_batch: bool = False
-    saves: bool = False
-
-
-_SMALL, _MIDDLE = (4, 10, 1), (50, 150, 150, 10)
-#: Trial n is case n modulo their number.
-CASES = (
-    Case("5,000 steps, KSD, sets", "ksd", _SMALL, 100, 5000, saves=True),
-    Case("5,000 steps, GaussNewtonFlow, full batch", "flow", _SMALL, 100, 5000, full_batch=True),
-    Case("200 steps, KSD, sets", "ksd", _MIDDLE, 2000, 200),
-    Case("200 steps, GaussNewtonFlow, sets", "flow", (20, 60, 60, 4), 2000, 200),
-)
-
-
-def run(count: int, seed: int, report: Callable[[dict[str, Any]], None], done: Container[int] = ()) -> None:
-    """Trials of the seeds ``seed`` to ``seed + count - 1``, without those that are done."""
-    for number in range(seed, seed + count):
-        if number not in done:
-            report(trial(CASES[number % len(CASES)], number))
-
-
-def trial(case: Case, seed: int, share: float = 1.0) -> dict[str, Any]:
-    """Two runs of a case, or of a share of its steps, as a flat record."""
-    began = time.perf_counter()
+def long_run(method: str, seed: int, share: float = 1.0) -> Outcome:
+    """Two runs of a method, or of a share of its steps."""
     ends = []
     for _ in range(2):
-        with running(1, 60.0, soaked, case, seed, share) as alive:
-            (ended,) = alive.ends(timeout=24 * 3600)
+        with running(1, 60.0, soaked, method, seed, share) as alive:
+            (ended,) = alive.ends(timeout=3600)
         if ended.code != 0:
-            raise RuntimeError(f"a run of {case.name} ended with {ended.code}")
+            return Outcome(lost=[f"a run ended with {ended.code}"])
         ends.append(ended.result)
     first, second = ends
     wrong = judged(first)
     if first["sha256"] != second["sha256"]:
         wrong.append(f"two runs of the same seed ended at {first['sha256'][:12]} and {second['sha256'][:12]}")
-    return {
-        "kind": "soak",
-        "case": case.name,
-        "outcome": "lost" if wrong else "flat, and the same bits again",
-        "lost": bool(wrong),
-        "seed": seed,
-        "seconds": round(time.perf_counter() - began, 1),
-        **first,
-        **({"why": "; ".join(wrong)} if wrong else {}),
-    }
+    return Outcome("flat, and the same bits again", wrong, first["steps"], first)
 
 
 def judged(found: dict[str, Any]) -> list[str]:
@@ -114,19 +69,19 @@ def growth(resident: Sequence[int]) -> int:
     return round(statistics.median(resident[-tenth:]) - statistics.median(resident[tenth : 2 * tenth]))
 
 
-def soaked(_: Any, case: Case, seed: int, share: float) -> dict[str, Any]:
+def soaked(_: Any, method: str, seed: int, share: float) -> dict[str, Any]:
     """One run, in float32: its curves, the digest of its end, and its loss."""
     torch.manual_seed(seed)
-    model = dense(case.widths, torch.float32)
-    data = data_of(case.samples, case.widths[0], case.widths[-1], torch.float32)
-    sets = None if case.full_batch else Subsets(data, batch_size=500, fraction=0.1, seed=seed)
-    optimizer = made(case.method, model, krylov_dim=5 if len(case.widths) == 3 else 20, seed=seed)
+    model = dense((4, 10, 1), torch.float32)
+    data = data_of(400, 4, 1, torch.float32)
+    sets = sets_of(method, data, seed, batch_size=500, fraction=0.1)
+    optimizer = small(method, model, seed=seed)
 
-    def closure(batch: Any = data) -> tuple[Tensor, Tensor]:
+    def closure(batch: Any) -> tuple[Tensor, Tensor]:
         z = model(batch[0])
         return F.mse_loss(z, batch[1]), z
 
-    steps = max(2, round(share * case.steps))
+    steps = max(2, round(share * STEPS[method]))
     every = max(1, steps // POINTS)
     curves: dict[str, list[Any]] = {"at": [], "resident": [], "descriptors": [], "threads": []}
     directory = Path(f"/proc/{os.getpid()}")
@@ -135,8 +90,7 @@ def soaked(_: Any, case: Case, seed: int, share: float) -> dict[str, Any]:
         for step in range(steps):
             losses.append(optimizer.step(closure, sets).loss)
             if (step + 1) % every == 0:
-                if case.saves:
-                    checkpoint.save(Path(kept) / "run.safetensors", model, optimizer)
+                checkpoint.save(Path(kept) / "run.safetensors", model, optimizer)
                 curves["at"].append(step + 1)
                 curves["resident"].append(_status(directory, "VmRSS") * 1024)
                 curves["descriptors"].append(len(os.listdir(directory / "fd")))

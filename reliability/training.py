@@ -11,25 +11,27 @@ import itertools
 import json
 import mmap
 import os
-import resource
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from krylov_descent import KSD, GaussNewtonFlow, Subsets, checkpoint
+from krylov_descent import checkpoint
 from krylov_descent.base import CurvatureOptimizer
 from krylov_descent.distributed.launch import init_process_group
+from reliability.methods import Optimizer, digest, optimizer_of, sets_of
 from reliability.phases import Phases
+from reliability.snapshot import Snapshot
 
 WIDTHS = (7, 11, 5, 3)
 _MARKER = 64  # bytes
@@ -40,9 +42,8 @@ class Death:
     """What happens to a rank: at the first chance from ``iteration`` on, before the nth thing it does in a phase.
 
     Attributes:
-        how: "kill"; "hang"; "stop", until it is continued from outside; "full", when the disk takes ``event`` bytes of
-            a file and no more, in the save after that iteration; or "outside", when another process kills it ``delay``
-            seconds after that iteration began.
+        how: "kill"; "hang"; "stop", until it is continued from outside; or "outside", when another process kills it
+            ``delay`` seconds after that iteration began.
     """
 
     how: str
@@ -53,22 +54,15 @@ class Death:
     delay: float = 0.0
 
 
-Method = Literal["ksd", "flow"]
-
-
 @dataclass(frozen=True)
 class Plan:
-    """A training: where it writes to, until which step it goes, and the death in each attempt.
-
-    Attributes:
-        method: "ksd" or "flow".
-    """
+    """A training: where it writes to, until which step it goes, the death in each attempt, and the method."""
 
     directory: str
     steps: int
     timeout: float = 60.0
     deaths: list[Death] = field(default_factory=list)
-    method: Method = "ksd"
+    method: str = "default"
 
     @property
     def checkpoint(self) -> Path:
@@ -130,24 +124,35 @@ def data_of(n: int, inputs: int, outputs: int, dtype: torch.dtype) -> tuple[Tens
     return x, torch.tanh(x @ torch.randn(inputs, outputs, dtype=dtype, generator=generator))
 
 
-def made(method: Method, model: nn.Module, krylov_dim: int, **settings: Any) -> KSD | GaussNewtonFlow:
-    """The optimizer; the flow has no ``krylov_dim``."""
-    if method == "flow":
-        return GaussNewtonFlow(model.parameters(), **settings)
-    return KSD(model.parameters(), krylov_dim=krylov_dim, **settings)
+def small(method: str, model: nn.Module, **settings: Any) -> Optimizer:
+    """The optimizer of a method, with a small K."""
+    K = {"krylov_dim": 5} if method in ("PAPER", "default") else {}
+    return optimizer_of(method, model.parameters(), **K, **settings)
 
 
-def built(plan: Plan, group: Any = None) -> tuple[nn.Module, KSD | GaussNewtonFlow]:
+def built(plan: Plan, group: Any = None) -> tuple[nn.Module, Optimizer]:
     """Model and optimizer as they are at the start of every attempt."""
     torch.manual_seed(0)
     model = dense(WIDTHS, torch.float64)
-    return model, made(plan.method, model, krylov_dim=5, process_group=group)
+    return model, small(plan.method, model, process_group=group)
 
 
 def loaded(plan: Plan, model: nn.Module, optimizer: CurvatureOptimizer) -> int:
     """Go on from the checkpoint; the steps behind it, 0 if there is none."""
     extra = checkpoint.load(plan.checkpoint, model, optimizer)
     return 0 if extra is None else int(extra["steps"])
+
+
+@contextmanager
+def _survived(plan: Plan, rank: int, model: nn.Module, optimizer: CurvatureOptimizer) -> Iterator[None]:
+    """Logs what a rank is told when another one is lost, and what is not as before then."""
+    before = Snapshot(model, optimizer)
+    try:
+        yield
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}"
+        log(plan.directory, "survivors", rank=rank, said=said, changed=before.changed(), time=time.monotonic())
+        raise
 
 
 def train(group: Any, plan: Plan, attempt: int = 0) -> dict[str, Any]:
@@ -159,7 +164,7 @@ def train(group: Any, plan: Plan, attempt: int = 0) -> dict[str, Any]:
 
     def on_event(phase: str, n: int) -> None:
         marker.say(attempt, os.getpid(), iteration, phase, n)
-        if death is None or death.how in ("outside", "full") or rank != death.rank:
+        if death is None or death.how == "outside" or rank != death.rank:
             return
         if iteration >= death.iteration and (phase, n) == (death.phase, death.event):
             if death.how == "stop" and iteration > death.iteration:
@@ -173,7 +178,7 @@ def train(group: Any, plan: Plan, attempt: int = 0) -> dict[str, Any]:
 
     model, optimizer = built(plan, group)
     # So small that steps are undone: a state has then all that it can have.
-    sets = Subsets(data_of(103, 7, 3, torch.float64), batch_size=16, fraction=0.04, seed=3)
+    sets = sets_of(plan.method, data_of(103, 7, 3, torch.float64), 3, batch_size=16, fraction=0.04)
     phases = Phases(on_event, everything=True)
 
     def closure(batch: Any) -> tuple[Tensor, Tensor]:
@@ -190,16 +195,13 @@ def train(group: Any, plan: Plan, attempt: int = 0) -> dict[str, Any]:
     events: dict[str, int] = {}
     with phases.following():
         while iteration < plan.steps:
-            report = optimizer.step(closure, sets)
+            with _survived(plan, rank, model, optimizer):
+                report = optimizer.step(closure, sets)
             undone += not report.accepted
             losses[iteration] = report.loss
             if rank == 0:
                 log(plan.directory, "losses", iteration=iteration, loss=report.loss)
-            if death is not None and death.how == "full" and (rank, iteration) == (death.rank, death.iteration):
-                log(plan.directory, "deaths", rank=rank, iteration=iteration, phase="save", event=death.event)
-                _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
-                resource.setrlimit(resource.RLIMIT_FSIZE, (death.event, most))
-            with phases.saving():
+            with phases.saving(), _survived(plan, rank, model, optimizer):
                 checkpoint.save(plan.checkpoint, model, optimizer, extra={"steps": iteration + 1})
             for phase, n in phases.counts.items():
                 events[phase] = min(n, events.get(phase, n))
@@ -215,23 +217,6 @@ def train(group: Any, plan: Plan, attempt: int = 0) -> dict[str, Any]:
         "undone": undone,
         "events": events,
     }
-
-
-def digest(model: nn.Module, optimizer: CurvatureOptimizer) -> str:
-    """sha256 of the model, and on rank 0 of all that the optimizer remembers; a collective."""
-    vectors, numbers, factors = optimizer.whole_state()
-    total = hashlib.sha256(repr(sorted(numbers.items())).encode())
-    for name, x in sorted({**vectors, **factors}.items()):
-        total.update(name.encode() + _bytes(x))
-    for name, tensor in model.state_dict().items():
-        total.update(name.encode() + _bytes(tensor))
-    settings = [{key: value for key, value in g.items() if key != "params"} for g in optimizer.param_groups]
-    total.update(repr(settings).encode())
-    return total.hexdigest()
-
-
-def _bytes(x: Tensor) -> bytes:
-    return bytes(x.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
 
 
 def main() -> None:

@@ -11,39 +11,31 @@ from typing import Any
 
 import pytest
 import torch
-from reliability.forms import FILE, NAME, Options, Run
-from reliability.malice import WAYS, Bomb
+from reliability.files import CRAFTED, DAMAGED, FILE, PARTS, damaged_file, lying_file
+from reliability.malice import NAME, WAYS, Bomb
+from reliability.methods import METHODS, Training
 from reliability.snapshot import Snapshot
 
 from krylov_descent import KSD, checkpoint
 from krylov_descent.safety.checksum import KEY, checksum
-from reliability import corruption, malice
+from reliability import malice
 
 pytestmark = pytest.mark.nightly
 
-OPTIONS = [Options.drawn(random.Random(seed)) for seed in (1, 2, 3)]
 
-
-def test_nothing_is_lost() -> None:
-    found: list[dict[str, Any]] = []
-    corruption.run(2 * len(corruption.CASES), 0, found.append)
-    assert [record for record in found if record["lost"]] == []
-    assert {record["case"] for record in found} == {f"{name}, {form.name}" for name, form in corruption.CASES}
-    outcomes = {record["outcome"] for record in found}
-    assert {"the same bits", "refused", "refused by torch.load", "loaded as saved"} <= outcomes
-
-
-def test_what_is_done_is_not_done_again() -> None:
-    found: list[dict[str, Any]] = []
-    corruption.run(3, 5, found.append, done={5, 6})
-    assert [record["seed"] for record in found] == [7]
+@pytest.mark.parametrize("method", METHODS)
+def test_nothing_is_lost(method: str) -> None:
+    found = [damaged_file(method, seed) for seed in range(len(DAMAGED))]
+    found += [lying_file(method, PARTS + seed) for seed in range(len(CRAFTED))]
+    assert [outcome.lost for outcome in found if outcome.lost] == []
+    assert {"the same bits", "refused"} <= {outcome.ended for outcome in found}
 
 
 @pytest.mark.parametrize("craft", malice.OF_FILE.values(), ids=malice.OF_FILE)
 def test_a_crafted_file_is_refused(craft: malice.Craft, tmp_path: Path) -> None:
     """More of each kind than the trials above have."""
-    run = Run(OPTIONS[0])
-    run.steps(2)
+    run = Training("default", 0)
+    run.trajectory(2)
     FILE.save(tmp_path, run)
     path = tmp_path / NAME
     whole = path.read_bytes()
@@ -93,8 +85,8 @@ def test_a_file_that_lies_takes_no_memory(tmp_path: Path) -> None:
 
 def test_a_flipped_bit_is_one_that_torch_loads(tmp_path: Path) -> None:
     """Otherwise the checksum would not be needed."""
-    run = Run(OPTIONS[0])
-    run.steps(2)
+    run = Training("default", 0)
+    run.trajectory(2)
     state = run.optimizer.state_dict()
     vector = next(x for entry in state["state"].values() for x in entry.values() if isinstance(x, torch.Tensor))
     path = tmp_path / "optimizer.pt"

@@ -1,4 +1,4 @@
-"""Trainings that are killed, run out of disk or are held up: a few of those of ``python -m reliability kills``."""
+"""That the judge of killed trainings can tell."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from reliability.kills import Case
 from reliability.training import Plan, built, loaded, train
 
 from krylov_descent import checkpoint
@@ -15,37 +14,22 @@ from reliability import kills
 pytestmark = pytest.mark.nightly
 
 
-@pytest.mark.parametrize(
-    ("case", "seed"),
-    [
-        (Case("kill", 1), 0),
-        (Case("kill", 1, "flow"), 1),
-        (Case("full disk", 1), 3),
-        (Case("slow disk", 1), 5),
-    ],
-    ids=lambda value: value.name if isinstance(value, Case) else "",
-)
-def test_one_process(case: Case, seed: int) -> None:
-    record = kills.trial(case, seed, kills=3)
-    assert not record["lost"], record
-    # The third kill comes from outside, after a while: the training may be over by then.
-    assert record["times"] in ((2, 3) if case.trouble == "kill" else (1,))
-
-
-@pytest.mark.parametrize(
-    "case", [Case("kill", 4), Case("full disk", 4), Case("slow rank", 4)], ids=lambda case: case.name
-)
-def test_four_ranks(case: Case) -> None:
-    record = kills.trial(case, 6, kills=2)
-    assert not record["lost"], record
-    assert record["times"] == (2 if case.trouble == "kill" else 1)
+def test_ranks_that_survive_must_say_so_restored_and_in_time(tmp_path: Path) -> None:
+    training = kills._Training(Plan(str(tmp_path), 2), 3, {})
+    said = {"rank": 1, "said": "RankError: Rank 1 of 3 lost the others", "changed": [], "time": 11.0}
+    training._judge_survivors({"time": 10.0}, [said])
+    assert training.wrong == []
+    training._judge_survivors({"time": 10.0}, [{**said, "said": "RuntimeError: Connection closed"}])
+    training._judge_survivors({"time": 10.0}, [{**said, "changed": ["parameters"]}])
+    training._judge_survivors({"time": 10.0}, [{**said, "time": 11.0 + kills.BOUND}])
+    assert len(training.wrong) == 3
 
 
 def test_a_checkpoint_that_differs_would_be_noticed(tmp_path: Path) -> None:
-    """Otherwise the tests above would show nothing."""
+    """Otherwise the trials would show nothing."""
     plan = Plan(str(tmp_path), 2)
     expected = train(None, plan)
-    training = kills._Training(plan, Case("kill", 1), expected)
+    training = kills._Training(plan, 1, expected)
     training._compare_newest()
     assert training.wrong == []
     model, optimizer = built(plan)

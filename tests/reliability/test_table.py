@@ -14,4 +14,4 @@ def test_the_table_of_what_was_tried_is_that_of_the_results() -> None:
 
     page = (ROOT / "docs" / "reliability.md").read_text()
     inside = page.partition(MARKS[0])[2].partition(MARKS[1])[0]
-    assert inside.strip() == table(ROOT / "results" / "reliability").strip()
+    assert inside.strip() == table(ROOT / "results" / "reliability" / "matrix.jsonl").strip()

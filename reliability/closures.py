@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import builtins
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from reliability.recipe import RAISES
+#: What a closure raises at a call, once.
+RAISES = (
+    *("RuntimeError", "RuntimeError of grad", "RuntimeError of twice", "ValueError", "IndexError", "Unusual"),
+    *("KeyboardInterrupt", "SystemExit", "GeneratorExit", "StopIteration", "MemoryError", "OutOfMemoryError"),
+)
 
 
 class Unusual(Exception):  # noqa: N818 — the name of a user
@@ -21,26 +26,16 @@ class Unusual(Exception):  # noqa: N818 — the name of a user
 
 def exception_of(name: str, call: int) -> BaseException:
     """What a user's closure may raise, by its name in ``RAISES``."""
-    texts = {
+    texts: dict[str, BaseException] = {
         "RuntimeError of grad": RuntimeError("the gradebook cannot be read"),
         "RuntimeError of twice": RuntimeError("this file cannot be differentiated twice"),
         "OutOfMemoryError": torch.OutOfMemoryError("CUDA out of memory"),
         "Unusual": Unusual("reading", call),
     }
-    kinds: dict[str, type[BaseException]] = {
-        kind.__name__: kind
-        for kind in (
-            RuntimeError,
-            ValueError,
-            IndexError,
-            KeyboardInterrupt,
-            SystemExit,
-            GeneratorExit,
-            StopIteration,
-            MemoryError,
-        )
-    }
-    return texts[name] if name in texts else kinds[name](f"at call {call}")
+    if name in texts:
+        return texts[name]
+    kind: type[BaseException] = getattr(builtins, name)
+    return kind(f"at call {call}")
 
 
 class Faulty:
@@ -129,3 +124,5 @@ _WRONG: dict[str, Callable[[Tensor, Any, Tensor, list[Any]], Any]] = {
     "nan outputs": lambda f, z, one, w: ((one * float("nan")).square().mean(), one * float("nan"), *w),
     "other parameters": _other,
 }
+#: What a closure does that it should not, from a call on.
+RETURNS = tuple(_WRONG)
