@@ -18,7 +18,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 import krylov_descent
-from krylov_descent import KSD, Fisher, GaussNewtonFlow, Search, Subsets
+from krylov_descent import DEEP, KSD, PAPER, Fisher, GaussNewtonFlow, Search, Subsets
 from tests import problems
 from tests.problems import Problem
 
@@ -655,3 +655,16 @@ def test_a_loss_that_torch_cannot_differentiate_under_autocast_is_refused_in_wor
 
     with pytest.raises(ValueError, match=r"Cast the outputs before the loss.*outputs\.float\(\)"):
         KSD(layer.parameters(), curvature=curvature).step(closure)
+
+
+@pytest.mark.parametrize("settings", [{}, PAPER, DEEP])
+def test_parameters_without_entries_are_at_rest(settings: dict[str, Any]) -> None:
+    frozen, empty = nn.Linear(2, 1).requires_grad_(False), nn.Parameter(torch.zeros(0, 3))
+    x = torch.randn(5, 2)
+
+    def closure() -> tuple[Tensor, Tensor]:
+        z = frozen(x) + empty.sum()
+        return z.square().mean(), z
+
+    report = KSD([*frozen.parameters(), empty], **settings).step(closure)
+    assert report.stop_reason is krylov_descent.StopReason.ZERO_GRADIENT

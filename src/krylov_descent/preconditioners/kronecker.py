@@ -253,7 +253,7 @@ class Kronecker(Preconditioner):
         layers = {i: block for i, block in state.blocks.items() if isinstance(block, FactoredBlock)}
         total = sum(block.trace() for block in layers.values())
         total += math.fsum(block.trace() for block in state.blocks.values() if isinstance(block, DiagonalBlock))
-        lam = self.damping * max(_LEAST, noise) * total / parameters.count
+        lam = self.damping * max(_LEAST, noise) * total / max(1, parameters.count)
         if not 0 < lam < math.inf:
             return None, state
         own = {i for i, block in layers.items() if overlaps(i, block, parameters, comm)}

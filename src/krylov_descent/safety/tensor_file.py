@@ -129,8 +129,8 @@ def reading(path: Path) -> Iterator[TensorFile]:
 
 def _require_header(path: Path) -> None:
     """Require a regular file with a header of a length that ``write`` writes."""
-    if not path.is_file():
-        raise ValueError(f"This is no file: a directory, a pipe or a device, or it is gone. {ANEW}")
+    if path.exists() and not path.is_file():
+        raise ValueError(f"This is no file, but a directory, a pipe or a device. {ANEW}")
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
     if length > _LONGEST_HEADER:
