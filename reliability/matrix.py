@@ -34,7 +34,7 @@ FAULTS: dict[str, Fault] = {
     "NaN region": Fault("problems.nan_region", 100, "problems"),
     "Ctrl-C": Fault("disturbances.ctrl_c", 26, "interrupts"),
     "other thread": Fault("disturbances.other_thread", 24, "trainings"),
-    "worker loss": Fault("disturbances.worker_loss", 20, "kills"),
+    "worker loss": Fault("disturbances.worker_loss", 6, "kills"),
     "SIGKILL": Fault("kills.sigkill", 6, "kills", 300.0),
     "rank loss": Fault("kills.rank_loss", 8, "kills", 300.0),
     "held-up process": Fault("kills.held_up", 6, "stops", 300.0),

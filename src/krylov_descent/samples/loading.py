@@ -67,6 +67,7 @@ class DatasetSource:
         self._placed = functools.partial(_placed, device=device, unshare=num_workers > 0)
         self._pending = _Pending()
         self._turn = 0
+        self._workers = num_workers
         # The loader draws a seed at each iteration; with its own generator the global one stays untouched.
         generator = torch.Generator("cpu").manual_seed(seed % 2**63)
         self._new_loader = functools.partial(
@@ -114,8 +115,14 @@ class DatasetSource:
     def _next(self, loaded: Iterator[list[Any]]) -> list[Any]:
         try:
             return next(loaded)
-        except BaseException:
+        except BaseException as error:
             self.restart()
+            # An error of the data set comes with where it was caught.
+            if self._workers and isinstance(error, (ConnectionError, EOFError)) and "Caught" not in str(error):
+                raise RuntimeError(
+                    f"A worker process that loads samples was lost ({type(error).__name__}: {error}). The next step "
+                    "starts new ones; if they are lost again, num_workers=0 shows why."
+                ) from error
             raise
 
 
