@@ -233,7 +233,7 @@ def _step_without_worker(training: Training, after: str, outcome: Outcome) -> No
         except Exception as error:
             outcome.told["raised"] += 1
             said = f"{type(error).__name__}: {error}"
-            if again or "DataLoader worker" not in said:
+            if again or not ("DataLoader worker" in said or "worker process" in said):
                 outcome.lost.append(said)
                 return
         changed = before.changed()
