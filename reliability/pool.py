@@ -21,6 +21,8 @@ def _work(pipe: Connection) -> None:
     os.setsid()  # so that it can be ended with the workers that load its samples
     nothing = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nothing, 2)
+    # Those that load samples, as in a user's program; else a process of the fork server has its children by it, too.
+    multiprocessing.set_start_method("fork", force=True)
     import torch
 
     torch.set_num_threads(1)

@@ -62,6 +62,11 @@ def trial(problem: Problem) -> Outcome:
     return outcome
 
 
+def _from_the_model(error: Exception) -> bool:
+    """Whether a layer raised it, such as batch norm of a single sample."""
+    return any(frame.filename.endswith("torch/nn/functional.py") for frame in traceback.extract_tb(error.__traceback__))
+
+
 def _wide(p: Tensor) -> torch.dtype:
     """The dtype in which a method computes with a parameter."""
     return torch.float32 if p.dtype == torch.bfloat16 else p.dtype
@@ -216,7 +221,7 @@ class _Trial:
         try:
             settlement = self.optimizer.settle(self._right, self.sets)
         except Exception as error:
-            if self.loss() is not None:
+            if self.loss() is not None and not _from_the_model(error):
                 self.outcome.lost.append(f"settle: {type(error).__name__}: {error}")
             return None
         end = self.loss()

@@ -66,6 +66,7 @@ def sizes_of(evaluation: Evaluation) -> list[Tensor]:
     outputs = evaluation.outputs
     deltas: Sequence[Tensor | None] = [None] * len(outputs)
     if evaluation.loss.requires_grad:
+        require_attached(evaluation)
         deltas = torch.autograd.grad(evaluation.loss, outputs, allow_unused=True)
     found = []
     for z, delta in zip(outputs, deltas, strict=True):
