@@ -668,3 +668,23 @@ def test_parameters_without_entries_are_at_rest(settings: dict[str, Any]) -> Non
 
     report = KSD([*frozen.parameters(), empty], **settings).step(closure)
     assert report.stop_reason is krylov_descent.StopReason.ZERO_GRADIENT
+
+
+def test_two_parameters_that_share_memory_are_refused() -> None:
+    w = torch.randn(4)
+    with pytest.raises(ValueError, match=r"shapes \(2,\) and \(4,\) share memory"):
+        KSD([nn.Parameter(w), nn.Parameter(w[:2])])
+    KSD([nn.Parameter(w[:2]), nn.Parameter(w[2:])])
+
+
+def test_a_run_with_an_unused_parameter_of_nan_is_resumed() -> None:
+    w, unused = nn.Parameter(torch.tensor([3.0, -2.0])), nn.Parameter(torch.full((2,), math.nan))
+
+    def closure() -> tuple[Tensor, Tensor]:
+        return (w**4).mean(), w
+
+    optimizer = KSD([w, unused])
+    optimizer.step(closure)
+    resumed = KSD([w, unused])
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert resumed.step(closure).iteration == 1

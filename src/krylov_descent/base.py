@@ -294,7 +294,7 @@ class CurvatureOptimizer(ClosureOptimizer):
         state = self._remember(parameters, policy)
         decays = [group["weight_decay"] for group in self.param_groups]
         settings = zlib.crc32(f"{self._settings()} {decays} {policy}".encode())
-        samples_held = policy.fingerprint() if self._comm.ranks > 1 else 0
+        samples_held = run_on_all(self._comm, policy.fingerprint) if self._comm.ranks > 1 else 0
         require_same(self._comm, parameters, (state.iteration, state.seed, self.krylov_dim, settings, samples_held))
         theta = current_point(parameters, state.earlier, state.last_step, self._comm)
         footprint = Footprint(parameters.device)
@@ -400,7 +400,7 @@ class CurvatureOptimizer(ClosureOptimizer):
             found = put_together(fresh, state.without("samples."))
         params = [p for group in self.param_groups for p in group["params"]]
         for field in dataclasses.fields(found):
-            if check := getattr(getattr(found, field.name), "check", None):
+            if callable(check := getattr(getattr(found, field.name), "check", None)):
                 check(params)
 
     def _check_entries(self, entries: list[Mapping[str, Any]]) -> None:
@@ -410,7 +410,7 @@ class CurvatureOptimizer(ClosureOptimizer):
             dtype = self._first_parameter().dtype
             for name, x in ((name, x) for entry in entries for name, x in entry.items() if isinstance(x, Tensor)):
                 local = x.to_local() if is_sharded(x) else x
-                if not bool(local.to(dtype).isfinite().all()):
+                if name != "earlier" and not bool(local.to(dtype).isfinite().all()):
                     raise ValueError(f"The state cannot be used: {name} is not finite in {dtype}. Load an older one.")
 
     def load_whole_state(self, state: Parts) -> None:

@@ -373,7 +373,8 @@ def require_values(parts: Parts) -> None:
             raise ValueError(f"The state has {name[:80]} = {str(value)[:80]!r}, which no state has. Load another.")
     for name, x in {**parts.vectors, **parts.tensors}.items():
         local = x.to_local() if is_sharded(x) else x
-        if not x.is_meta and not bool(local.isfinite().all()):
+        # θ may have entries that the loss does not use, and that are not finite.
+        if name != "earlier" and not x.is_meta and not bool(local.isfinite().all()):
             raise ValueError(f"The state cannot be used: {name[:80]} is not finite. Load an older one.")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -174,3 +175,42 @@ def test_the_fast_path_returns_when_the_last_thread_has_left() -> None:
     leave.set()
     thread.join()
     assert torch.backends.mha.get_fastpath_enabled()
+
+
+def test_a_scripted_model_trains_and_is_as_before_an_error() -> None:
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        model = torch.jit.script(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 1)).eval())
+    x, raises = torch.randn(8, 3), False
+
+    def closure() -> tuple[Tensor, Tensor]:
+        z = model(x)
+        if raises:
+            raise KeyboardInterrupt
+        return z.square().mean(), z
+
+    optimizer = KSD(model.parameters())
+    before = optimizer.step(closure).loss
+    assert optimizer.step(closure).loss < before
+    raises = True
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step(closure)
+
+
+def test_mode_and_size_of_buffers_are_as_before_an_error() -> None:
+    model = nn.Sequential(nn.Linear(3, 2))
+    model.register_buffer("cache", torch.arange(4.0))
+    x = torch.randn(5, 3)
+
+    def closure() -> tuple[Tensor, Tensor]:
+        model(x)
+        model.eval()
+        model.cache.resize_(9)
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        KSD(model.parameters()).step(closure)
+    assert model.training
+    assert model[0].training
+    assert torch.equal(model.cache, torch.arange(4.0))

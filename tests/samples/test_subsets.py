@@ -622,3 +622,17 @@ def test_a_in_parts_has_enough_of_them_to_scatter_and_none_beyond_the_batch_size
         assert sorted(torch.cat(parts).tolist()) == sorted(torch.cat([part.data for part in draw.a]).tolist())
         assert max(map(len, parts)) <= batch_size
         assert len(parts) >= min(9, draw.sizes["A"])
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64, torch.int64, torch.bool]
+)
+def test_a_fingerprint_tells_values_and_their_order(dtype: torch.dtype) -> None:
+    x = torch.arange(12).reshape(6, 2).sub(3).to(dtype)
+    seen = {
+        Subsets(t, batch_size=4, seed=0).fingerprint() for t in (x, x.flip(0), x * 0 if dtype == torch.bool else -x)
+    }
+    assert len(seen) == 3
+    strided = x.t().contiguous().t()
+    assert Subsets(strided, batch_size=4, seed=0).fingerprint() in seen
+    assert Subsets(x[1:], batch_size=4, seed=0).fingerprint() not in seen

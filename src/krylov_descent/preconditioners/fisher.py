@@ -37,7 +37,7 @@ from krylov_descent.layers.verify import COARSE, Found, Trust, Witness, compared
 from krylov_descent.objective.closure import Evaluation, require_attached, require_outputs, require_rows, row_scaled
 from krylov_descent.objective.objective import PROBE, Objective, PassAgain
 from krylov_descent.preconditioners.interface import Preconditioner, Solved, nothing_gathered
-from krylov_descent.preconditioners.sample_squares import SampleSquares
+from krylov_descent.preconditioners.sample_squares import Parts, SampleSquares
 from krylov_descent.samples.interface import StepKey
 from krylov_descent.stepping.gradient_pass import GradientPass
 from krylov_descent.vectors.parameters import ParameterVector
@@ -355,7 +355,8 @@ class Fisher(Preconditioner):
     def gather(self, objective: Objective, key: StepKey) -> FisherDiagonal:
         """Return the collector of squared per-sample gradients along the pass over A."""
         trust, parameters = objective.workspace.of(FisherTrust), objective.parameters
-        exact = SampleSquares(parameters.params, objective.evaluate) if self.exact else None
+        parts = objective.workspace.of(Parts)
+        exact = SampleSquares(parameters.params, objective.evaluate, parts) if self.exact else None
         return FisherDiagonal(parameters, self.floor, self.probes, tuple(key), trust, exact)
 
     def solve(self, at: GradientPass, state: Any, noise: float) -> Solved:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -34,16 +35,24 @@ _Graph = tuple[Evaluation, Sequence[Tensor | None], Tensor]
 """An evaluation, ∂loss/∂z of its outputs, and the samples whose rows are pulled back."""
 
 
+@dataclass
+class Parts:
+    """Whether the closure was ever called on a part of a micro-batch with success."""
+
+    work: bool = False
+
+
 class SampleSquares:
     """Adds Σᵢ gᵢ∘gᵢ of micro-batches.
 
     Args:
         params: the parameters, by index.
         evaluate: calls the closure on a part of a micro-batch.
+        parts: what is known of such calls, kept from step to step.
     """
 
-    def __init__(self, params: Sequence[Tensor], evaluate: Callable[[Microbatch], Evaluation]) -> None:
-        self._params, self._evaluate = params, evaluate
+    def __init__(self, params: Sequence[Tensor], evaluate: Callable[[Microbatch], Evaluation], parts: Parts) -> None:
+        self._params, self._evaluate, self._parts = params, evaluate, parts
         self._spread = any(map(is_sharded, params))  # layers on a mesh take neither parts nor batched passes
 
     def add(
@@ -75,11 +84,14 @@ class SampleSquares:
         try:
             data = select_samples(evaluation.data, samples, evaluation.samples)
             part = self._evaluate(Microbatch(data, len(samples), evaluation.position))
-        except (IndexError, RuntimeError, TypeError, ValueError):  # of a closure that expects whole micro-batches
-            return None
+        except (IndexError, RuntimeError, TypeError, ValueError) as error:
+            if self._parts.work or isinstance(error, torch.OutOfMemoryError):
+                raise
+            return None  # the closure expects whole micro-batches
         rows = [z[samples.to(z.device)] for z in evaluation.outputs]
         if len(part.outputs) != len(rows) or not all(map(_same, part.outputs, rows)):
             return None
+        self._parts.work = True
         deltas = [None if d is None else d[samples.to(d.device)] for d in dL_dz]
         return part, deltas, torch.arange(len(samples), device="cpu")
 

@@ -38,7 +38,7 @@ class Footprint:
 
     def __init__(self, device: torch.device | None = None) -> None:
         self.modules: dict[int, nn.Module] = {}
-        self._buffers: dict[int, tuple[nn.Module, dict[str, tuple[Tensor, Tensor] | None]]] = {}
+        self._buffers: dict[int, tuple[nn.Module, bool, dict[str, tuple[Tensor, Tensor] | None]]] = {}
         self._device = torch.device("cpu") if device is None else device
         self._generators = _generators(self._device)
         self._thread = threading.get_ident()
@@ -67,40 +67,60 @@ class Footprint:
             return
         for part in module.modules():
             kept = {key: None if x is None else (x, x.detach().clone()) for key, x in part._buffers.items()}
-            self._buffers.setdefault(id(part), (part, kept))
+            self._buffers.setdefault(id(part), (part, part.training, kept))
 
     def changed(self, name: Callable[[nn.Module, str], str]) -> list[str]:
         """Return the names of buffers whose values have changed; one that was created since is none of them."""
         moved = [
             name(module, f".{key}")
-            for module, kept in self._buffers.values()
+            for module, _, kept in self._buffers.values()
             for key, pair in kept.items()
-            if pair is not None and (module._buffers.get(key) is not pair[0] or not same_bits(*pair))
+            if pair is not None and (_buffer(module, key) is not pair[0] or not same_bits(*pair))
         ]
         return sorted(set(moved))
 
     def restore(self) -> None:
-        """Restore buffers and generators, and end the context and this thread's claim on the fast path."""
+        """Restore buffers, modes and generators, and end the context and this thread's claim on the fast path."""
         self._stop()
-        self.restore_buffers()
+        _FAST_PATH.release()
         torch.set_rng_state(self._generators[0])
         if len(self._generators) > 1:
             torch.cuda.set_rng_state(self._generators[1], self._device)
-        _FAST_PATH.release()
+        self.restore_buffers()
 
     def restore_buffers(self) -> None:
-        """Restore the buffers of all noted modules."""
-        for module, kept in self._buffers.values():
-            for key in [key for key in module._buffers if key not in kept]:
+        """Restore the buffers and modes of all noted modules."""
+        for module, training, kept in self._buffers.values():
+            if module.training != training:
+                module.training = training
+            for key in [key for key, _ in module._buffers.items() if key not in kept]:
                 del module._buffers[key]
             for key, pair in kept.items():
-                module._buffers[key] = None if pair is None else pair[0]
+                before = None if pair is None else pair[0]
+                if _buffer(module, key) is not before:
+                    module._buffers[key] = before
                 if pair is not None and not same_bits(*pair):
-                    pair[0].data.copy_(pair[1])  # by .data, so that graphs that hold the buffer stay valid
+                    _set(*pair)
+
+
+def _buffer(module: nn.Module, key: str) -> Tensor | None:
+    return dict(module._buffers.items()).get(key)  # a scripted module's are no dict
+
+
+def _set(buffer: Tensor, value: Tensor) -> None:
+    """Set a buffer by .data, so that graphs that hold it stay valid."""
+    if buffer.shape == value.shape:
+        buffer.data.copy_(value)
+    else:
+        buffer.data = value.clone()
 
 
 def same_bits(x: Tensor, y: Tensor) -> bool:
-    """Return whether all entries are equal; NaN equals NaN. Sparse tensors are compared by their dense values."""
+    """Return whether all entries are equal; NaN equals NaN. Those of meta and nested tensors are not looked at."""
+    if x.is_meta or x.is_nested:
+        return True
+    if x.shape != y.shape:
+        return False
     if x.layout != torch.strided:
         x, y = x.to_dense(), y.to_dense()
     return bool(((x == y) | ((x != x) & (y != y))).all())

@@ -226,6 +226,6 @@ def kinds_of_policy(name: object) -> list[type[Any]]:
     while waiting:
         kind = waiting.pop()
         waiting += kind.__subclasses__()
-        if kind.__name__ == name and kind.init is SamplePolicy.init:
-            found.append(kind.State)
-    return found
+        if kind.__name__ == name:
+            found += [kind] * (1 if kind.init is SamplePolicy.init else 2)  # two: its own init may return any state
+    return [kind.State for kind in found]

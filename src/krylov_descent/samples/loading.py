@@ -154,20 +154,23 @@ class _Batches:
 Source: TypeAlias = TensorSource | DatasetSource
 
 
-_MODULUS = 2**52  # whole numbers below it are exact in float64
+_MODULUS = 2**52 - 1  # whole numbers below it are exact in float64
 _AT_ONCE = 2**20
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _bits(tensor: Tensor) -> int:
-    """Return Σ (i + 1)·bits of entry i, modulo 2⁵²."""
-    if tensor.layout != torch.strided or tensor.is_quantized:
+    """Return Σ (i + 1)·bits of entry i, in words of 32 bits; sums wrap around, alike on all ranks."""
+    if tensor.layout != torch.strided or tensor.is_quantized or not tensor.numel():
         return 0
-    flat, total = torch.view_as_real(tensor) if tensor.is_complex() else tensor, 0
-    for start in range(0, flat.numel(), _AT_ONCE):
-        part = flat.detach().reshape(-1)[start : start + _AT_ONCE].contiguous()
-        words = part.view(_WORDS[part.element_size()]).to(torch.int64)  # sums wrap around, alike on all ranks
+    rows, total, start = max(1, _AT_ONCE * len(tensor) // tensor.numel()), 0, 0
+    for first in range(0, len(tensor), rows):
+        part = tensor[first : first + rows].detach().resolve_conj().resolve_neg()
+        part = (torch.view_as_real(part) if part.is_complex() else part).reshape(-1)
+        words = part.view(_WORDS[part.element_size()]).to(torch.int64)
+        words = words ^ (words >> 32)  # else sign and exponent of float64 would be lost
         total += start * int(words.sum()) + int((words * torch.arange(1, len(words) + 1, device=words.device)).sum())
+        start += len(words)
     return total % _MODULUS
 
 

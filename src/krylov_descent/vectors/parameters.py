@@ -6,6 +6,7 @@ c per parameter group, in value, gradient and product alike.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from krylov_descent.distributed.sharded import holds_first, local_part, placed_as, whole
+from krylov_descent.distributed.sharded import holds_first, is_sharded, local_part, placed_as, whole
 
 
 class ParameterVector:
@@ -163,11 +164,26 @@ class ParameterVector:
         return self._decay
 
 
-def _overlaps(p: Tensor) -> bool:
-    """Return whether p has more entries than places in memory."""
-    if p.layout != torch.strided:
-        return False
-    return p.numel() > max(0, 1 + sum((size - 1) * stride for size, stride in zip(p.shape, p.stride(), strict=True)))
+def _refuse_shared(params: Sequence[Tensor]) -> None:
+    """Refuse entries that share memory, in one parameter or in two, as far as strides tell."""
+    places = []
+    for p in params:
+        if p.layout != torch.strided or not p.numel():
+            continue
+        if p.numel() > 1 + sum((size - 1) * stride for size, stride in zip(p.shape, p.stride(), strict=True)):
+            raise ValueError(
+                f"A parameter of shape {tuple(p.shape)} has entries that share memory (strides {p.stride()}), as after "
+                "expand(): they cannot be set one by one. Make it nn.Parameter(x.clone()), or expand it in forward."
+            )
+        if p.is_contiguous() and not is_sharded(p) and not p.is_meta:
+            places.append((p.data_ptr(), p.data_ptr() + p.nbytes, tuple(p.shape)))
+    places.sort()
+    for (_, end, one), (begin, _, other) in itertools.pairwise(places):
+        if 0 < begin < end:
+            raise ValueError(
+                f"Two parameters of shapes {one} and {other} share memory: they cannot be set one by one. To tie "
+                "weights, use one parameter in both layers (b.weight = a.weight); otherwise clone() one of them."
+            )
 
 
 def check_uniform(params: Sequence[Tensor]) -> None:
@@ -186,12 +202,7 @@ def check_uniform(params: Sequence[Tensor]) -> None:
                 f"KSD needs all trainable parameters to share one of the {what}; found {sorted(found)}. "
                 "Convert the model (model.to(...)) or freeze the odd ones (requires_grad_(False))."
             )
-    for p in params:
-        if _overlaps(p):
-            raise ValueError(
-                f"A parameter of shape {tuple(p.shape)} has entries that share memory (strides {p.stride()}), as after "
-                "expand(): they cannot be set one by one. Make it nn.Parameter(x.clone()), or expand it in forward."
-            )
+    _refuse_shared(params)
     if any(p.is_inference() for p in params):
         raise ValueError(
             "KSD was given parameters that were made inside torch.inference_mode(): nothing can differentiate by them. "

@@ -26,7 +26,8 @@ def require_same(comm: Comm, parameters: ParameterVector, numbers: Sequence[int]
         return
     bits = 0
     for p in parameters.local if not comm.as_parameters else ():  # ranks of a mesh have different parts
-        bits += int(p.detach().contiguous().view(_BITS[p.element_size()]).sum(dtype=torch.int64))
+        words = p.detach().contiguous().view(_BITS[p.element_size()])
+        bits += int((words ^ (words >> 4 * p.element_size())).sum(dtype=torch.int64))
     own = torch.tensor(
         [parameters.count, bits % _EXACT, *(n % _EXACT for n in numbers)], dtype=torch.float64, device="cpu"
     )
