@@ -206,11 +206,11 @@ def test_mode_and_size_of_buffers_are_as_before_an_error() -> None:
     def closure() -> tuple[Tensor, Tensor]:
         model(x)
         model.eval()
-        model.cache.resize_(9)
+        model.get_buffer("cache").resize_(9)
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
         KSD(model.parameters()).step(closure)
     assert model.training
     assert model[0].training
-    assert torch.equal(model.cache, torch.arange(4.0))
+    assert torch.equal(model.get_buffer("cache"), torch.arange(4.0))
