@@ -116,9 +116,10 @@ class DatasetSource:
         try:
             return next(loaded)
         except BaseException as error:
+            if isinstance(error, Exception) and "Caught" in str(error):  # an error of the data set: workers go on
+                raise
             self.restart()
-            # An error of the data set comes with where it was caught.
-            if self._workers and isinstance(error, (ConnectionError, EOFError)) and "Caught" not in str(error):
+            if self._workers and isinstance(error, (ConnectionError, EOFError)):
                 raise RuntimeError(
                     f"A worker process that loads samples was lost ({type(error).__name__}: {error}). The next step "
                     "starts new ones; if they are lost again, num_workers=0 shows why."
