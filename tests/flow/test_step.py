@@ -369,7 +369,7 @@ def test_a_state_with_other_numbers_is_refused() -> None:
         without = {name: x for name, x in parts.numbers.items() if name != key}
         with pytest.raises(ValueError, match=f"it has no {key}"):
             put_together(fresh, parts._replace(numbers=without))
-        wrong = {str: (3,), bool: ("x", None, 2), int: ("x", True, None, 1 << 64, 0.5, -1)}
+        wrong: dict[type, tuple[Any, ...]] = {str: (3,), bool: ("x", None, 2), int: ("x", True, None, 1 << 64, 0.5, -1)}
         for bad in wrong.get(type(value), ("x", True, None, 1 << 64)):
             with pytest.raises(ValueError, match=f"has {key} = .*, which is no"):
                 put_together(fresh, parts._replace(numbers={**parts.numbers, key: bad}))
