@@ -205,6 +205,7 @@ class _Stepper:
 def worker_loss(method: str, seed: int) -> Outcome:
     """A process that loads samples is killed at some call of the closure; torch says so, and the next step works."""
     draw, outcome = random.Random(seed), Outcome("same bits", told={"raised": 0})
+    others = multiprocessing.active_children()
     expected = Training(method, seed, "workers").trajectory(STEPS)
     training = Training(method, seed, "workers")
     killed_at = draw.randrange(STEPS - 1)
@@ -213,7 +214,8 @@ def worker_loss(method: str, seed: int) -> Outcome:
 
         def kill(call: int, number: int = number, at: int = at) -> None:
             if number == killed_at and call == at and not outcome.told["raised"]:
-                os.kill(draw.choice([p.pid for p in multiprocessing.active_children() if p.pid]), signal.SIGKILL)
+                loading = [p.pid for p in multiprocessing.active_children() if p.pid and p not in others]
+                os.kill(draw.choice(loading), signal.SIGKILL)
 
         training.on_call = kill
         _step_without_worker(training, expected[number], outcome)

@@ -31,6 +31,14 @@ def built() -> tuple[nn.Module, KSD, Callable[[tuple[Tensor, Tensor]], Any], Sub
     return model, KSD(model.parameters(), krylov_dim=3), closure, sets
 
 
+def kill_workers(others: list[Any]) -> None:
+    """Kill the processes that load samples; other tests have ranks among this process's children."""
+    for worker in multiprocessing.active_children():
+        if worker not in others:
+            worker.kill()
+            worker.join()
+
+
 def theta(model: nn.Module) -> Tensor:
     return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
 
@@ -76,6 +84,7 @@ def test_steps_after_an_interrupt_are_those_of_a_run_without(undisturbed: list[T
 @pytest.mark.parametrize("at_call", [1, 3, 12])
 def test_workers_that_are_lost_are_replaced(undisturbed: list[Tensor], at_call: int) -> None:
     """A terminal sends Ctrl-C to workers, too, which end by it."""
+    others = multiprocessing.active_children()
     model, optimizer, closure, sets = built()
     optimizer.step(closure, sets)
     calls = 0
@@ -84,9 +93,7 @@ def test_workers_that_are_lost_are_replaced(undisturbed: list[Tensor], at_call: 
         nonlocal calls
         calls += 1
         if calls == at_call:
-            for worker in multiprocessing.active_children():
-                worker.kill()
-                worker.join()
+            kill_workers(others)
             raise KeyboardInterrupt
         return closure(batch)
 
@@ -99,13 +106,12 @@ def test_workers_that_are_lost_are_replaced(undisturbed: list[Tensor], at_call: 
 
 
 def test_a_killed_worker_ends_the_step_in_an_error_and_the_next_one_works(undisturbed: list[Tensor]) -> None:
+    others = multiprocessing.active_children()
     model, optimizer, closure, sets = built()
     optimizer.step(closure, sets)
 
     def kills(batch: tuple[Tensor, Tensor]) -> Any:
-        for worker in multiprocessing.active_children():
-            worker.kill()
-            worker.join()
+        kill_workers(others)
         return closure(batch)
 
     with pytest.raises(RuntimeError, match="worker"):
