@@ -30,7 +30,6 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 from torch.overrides import TorchFunctionMode
 
-from krylov_descent.curvature.linearise import pull_back_each
 from krylov_descent.curvature.output_roots import cotangents
 from krylov_descent.layers.calls import LayerCall, linear_call
 from krylov_descent.layers.verify import COARSE, Found, Trust, due, tolerance
@@ -192,9 +191,16 @@ def write_rows_one_by_one(z: Tensor, S: Tensor, u: Tensor, params: Sequence[Tens
         part = slice(start, start + _CHUNK)
         cotangents = z.new_zeros(len(S[part]), *z.shape)
         cotangents[torch.arange(len(S[part]), device=z.device), S[part]] = u[part]
-        for i, row in enumerate(pull_back_each((z,), params, [(c,) for c in cotangents]), start):
-            for view, x in zip(into, row, strict=True):
-                view[i] = 0 if x is None else x
+        for view, row in zip(into, _batched(z, params, cotangents), strict=True):
+            view[part] = 0 if row is None else row
+
+
+def _batched(z: Tensor, params: Sequence[Tensor], cotangents: Tensor) -> Sequence[Tensor | None]:
+    try:
+        return torch.autograd.grad(z, params, cotangents, retain_graph=True, allow_unused=True, is_grads_batched=True)
+    except RuntimeError:  # an operation that cannot be batched
+        rows = [torch.autograd.grad(z, params, c, retain_graph=True, allow_unused=True) for c in cotangents]
+        return [None if column[0] is None else torch.stack(column) for column in zip(*rows, strict=True)]
 
 
 _HARDLY = 16  # rows, up to which one backward pass for all saves little
