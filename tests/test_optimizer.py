@@ -296,13 +296,6 @@ class Network:
         return F.cross_entropy(self.logits(), self.y)
 
 
-def _backward(net: Network) -> Any:
-    z = net.logits()
-    loss = F.cross_entropy(z, net.y)
-    loss.backward()  # type: ignore[no-untyped-call]
-    return loss, z
-
-
 def _with(net: Network, f: Callable[[Tensor, Tensor], Any]) -> Any:
     z = net.logits()
     return f(F.cross_entropy(z, net.y), z)
@@ -317,11 +310,6 @@ def _dependent(net: Network) -> Any:
 @pytest.mark.parametrize(
     ("closure", "message"),
     [
-        (
-            lambda net: net.loss(),
-            r"returned only the loss.*return torch.nn.functional.cross_entropy\(logits, y\), logits",
-        ),
-        (_backward, r"called backward\(\)"),
         (lambda net: None, r"returned NoneType \(None\)"),
         (lambda net: 3.0, r"returned float \(3.0\)"),
         (lambda net: _with(net, lambda f, z: (f, z, 1, 2)), "The closure returned"),
@@ -342,20 +330,6 @@ def test_closures_that_cannot_be_used(closure: Callable[[Network], Any], message
     with pytest.raises(ValueError, match=message):
         KSD(net.model.parameters()).step(lambda: closure(net))
     assert all(torch.equal(p, q) for p, q in zip(net.model.parameters(), before, strict=True))
-
-
-def test_backward_in_an_lbfgs_closure_is_named_with_the_hessian_too() -> None:
-    net = Network()
-    optimizer = KSD(net.model.parameters(), curvature="hessian")
-
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        loss = net.loss()
-        loss.backward()  # type: ignore[no-untyped-call]
-        return loss
-
-    with pytest.raises(ValueError, match=r"called backward\(\)"):
-        optimizer.step(closure)
 
 
 def test_rows_that_are_not_samples() -> None:
@@ -432,7 +406,7 @@ def test_step_is_called_wrongly() -> None:
     optimizer = KSD(net.model.parameters())
     sets = Subsets((net.x,), batch_size=5, seed=0)
     with pytest.raises(ValueError, match="None for a closure"):
-        optimizer.step(None)  # type: ignore[arg-type]
+        optimizer.step()
     with pytest.raises(ValueError, match=r"calls closure\(batch\)"):
         optimizer.step(lambda: None, sets)
     with pytest.raises(ValueError, match=r"calls closure\(\)"):
@@ -688,3 +662,59 @@ def test_a_run_with_an_unused_parameter_of_nan_is_resumed() -> None:
     resumed = KSD([w, unused])
     resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     assert resumed.step(closure).iteration == 1
+
+
+@pytest.mark.parametrize(
+    ("method", "argument", "words"),
+    [
+        (KSD, {"lr": 0.1}, "KSD takes no lr: .* search on the loss.*Leave it out"),
+        (KSD, {"momentum": 0.9}, "the last step is part of the subspace"),
+        (KSD, {"max_iter": 20, "line_search_fn": "strong_wolfe"}, "KSD takes no (max_iter|line_search_fn)"),
+        (GaussNewtonFlow, {"lr": 0.1}, "GaussNewtonFlow takes no lr"),
+    ],
+)
+def test_arguments_of_other_optimizers_are_refused_in_words(method: Any, argument: Any, words: str) -> None:
+    with pytest.raises(TypeError, match=words):
+        method(Network().model.parameters(), **argument)
+    assert GaussNewtonFlow(Network().model.parameters(), momentum=0.5)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'kyrlov_dim'"):
+        KSD(Network().model.parameters(), kyrlov_dim=3)  # type: ignore[call-arg]
+
+
+def test_a_scheduler_is_told_once_that_it_has_no_effect() -> None:
+    net = Network()
+    optimizer = KSD(net.model.parameters(), krylov_dim=2)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    optimizer.step(net.loss)
+    scheduler.step()
+    with pytest.warns(UserWarning, match=r"lr=0\.9 has no effect.*scheduler"):
+        optimizer.step(net.loss)
+    scheduler.step()
+    optimizer.step(net.loss)
+
+
+def test_a_new_mini_batch_at_each_step_is_told_once() -> None:
+    net = Network()
+    optimizer = KSD(net.model.parameters(), krylov_dim=2)
+
+    def steps(number: int) -> None:
+        for _ in range(number):
+            chosen = torch.randperm(20)[:5]
+            optimizer.step(lambda chosen=chosen: F.cross_entropy(net.model(net.x[chosen]), net.y[chosen]))
+
+    steps(3)
+    with pytest.warns(UserWarning, match=r"loss differs at the same weights.*step\(closure, loader\)"):
+        steps(1)
+    steps(6)
+
+
+def test_new_points_now_and_then_and_changed_weights_are_no_mini_batches() -> None:
+    net = Network()
+    optimizer = KSD(net.model.parameters(), krylov_dim=2)
+    chosen = [torch.arange(20)]
+    for step in range(12):
+        if step % 3 == 2:
+            chosen[:] = [torch.randperm(20)[:10]]
+        else:
+            torch.nn.init.normal_(next(net.model.parameters()))
+        optimizer.step(lambda: F.cross_entropy(net.model(net.x[chosen[0]]), net.y[chosen[0]]))

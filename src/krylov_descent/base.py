@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import math
 import operator
+import warnings
 import zlib
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
+from torch.utils.data import DataLoader
 
 from krylov_descent.distributed import Comm, SingleProcess, run_on_all
 from krylov_descent.distributed.sharded import is_sharded, lean_graphs
@@ -29,6 +32,7 @@ from krylov_descent.safety.atomic import RestoreOnError, current_point
 from krylov_descent.safety.checksum import require_intact, with_checksum
 from krylov_descent.safety.footprint import Footprint
 from krylov_descent.safety.untrusted import require_plain
+from krylov_descent.samples.given import policy_of
 from krylov_descent.samples.interface import FullBatch, SamplePolicy, Stateless, kinds_of_policy
 from krylov_descent.state import (
     Parts,
@@ -43,8 +47,11 @@ from krylov_descent.state import (
     write_state,
 )
 from krylov_descent.stepping.acceptance import Acceptance, Sampler, settle
+from krylov_descent.stepping.continuity import Continuity
 from krylov_descent.vectors.parameters import ParameterVector, check_uniform
 from krylov_descent.vectors.ranks import gathered, require_same
+
+Sets: TypeAlias = SamplePolicy | DataLoader[Any] | None
 
 
 class ClosureOptimizer(Optimizer):
@@ -56,11 +63,20 @@ class ClosureOptimizer(Optimizer):
     #: Called with a ``Progress`` while a step runs, if not None.
     on_progress: Tell | None = None
 
+    #: Whether a learning rate, which has no effect, is warned of; trainers that always set one switch it off.
+    warns_of_lr: bool = True
+
     def __init__(self, params: ParamsT, weight_decay: float, comm: Comm | None = None) -> None:
         self._comm: Comm = SingleProcess() if comm is None else comm
         self._workspace = Workspace()
         super().__init__(params, {"lr": 1.0, "weight_decay": weight_decay})
         check_uniform([p for group in self.param_groups for p in group["params"] if p.requires_grad])
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Refuse arguments of other optimizers in words."""
+        for name in kwargs.keys() & _HABITS.keys() - inspect.signature(cls.__init__).parameters.keys():
+            raise TypeError(f"{cls.__name__} takes no {name}: {_HABITS[name]}. Leave it out.")
+        return super().__new__(cls)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, optionally with their own ``weight_decay``; they are trained from the next step on."""
@@ -70,7 +86,7 @@ class ClosureOptimizer(Optimizer):
         super().add_param_group(param_group)
 
     def step(  # type: ignore[override]
-        self, closure: Callable[..., Any], sets: SamplePolicy | None = None
+        self, closure: Callable[..., Any] | None = None, sets: Sets = None
     ) -> StepReport:
         """Take one step."""
         raise NotImplementedError
@@ -78,7 +94,7 @@ class ClosureOptimizer(Optimizer):
     def run(
         self,
         closure: Callable[..., Any],
-        sets: SamplePolicy | None = None,
+        sets: Sets = None,
         *,
         max_steps: int | None = None,
         seconds: float | None = None,
@@ -164,8 +180,8 @@ class ClosureOptimizer(Optimizer):
 
     def _objective(
         self,
-        closure: Callable[..., Any],
-        sets: SamplePolicy | None,
+        closure: Callable[..., Any] | None,
+        sets: Sets,
         parameters: ParameterVector,
         footprint: Footprint | None = None,
     ) -> Objective:
@@ -174,12 +190,11 @@ class ClosureOptimizer(Optimizer):
         Raises:
             ValueError: the closure or the sets cannot be used.
         """
-        if not callable(closure):
+        if closure is None or not callable(closure):
             raise ValueError(
-                f"step() was given {closure!r} for a closure. Pass a function that returns loss, outputs: "
-                "optimizer.step(closure) or optimizer.step(closure, sets)."
+                f"step() was given {closure!r} for a closure. Pass the function that computes the loss, as for "
+                "torch.optim.LBFGS: optimizer.step(closure), without a GradScaler; or optimizer.step(closure, loader)."
             )
-        _policy(sets)
         try:
             inspect.signature(closure).bind(*(() if sets is None else (None,)))
         except TypeError as error:
@@ -191,11 +206,19 @@ class ClosureOptimizer(Optimizer):
             pass  # a builtin without a signature
         call = closure if sets is not None else (lambda _: closure())
         # The closure's code, since the closure itself may hold data that must be freed with it.
-        identity = getattr(closure, "__code__", type(closure))
+        called = closure
+        while isinstance(called, functools.partial):
+            called = called.func
+        identity = getattr(called, "__code__", type(called))
         self._workspace = self._workspace.of_closure((identity, *map(id, parameters.params)))
         objective = Objective(call, parameters, self._comm, self._workspace, footprint)
         objective.tell = self.on_progress or nobody
+        objective.form.needs_outputs = self._needs_outputs()
         return objective
+
+    def _needs_outputs(self) -> bool:
+        """Return whether the curvature needs the model's outputs."""
+        return True
 
     def state_dict(self) -> dict[str, Any]:
         """Return torch's state with a version and a checksum, by which ``load_state_dict`` refuses a damaged file."""
@@ -266,21 +289,19 @@ class CurvatureOptimizer(ClosureOptimizer):
         """Return the settings that must be equal on all ranks, beside those that their error names."""
         raise NotImplementedError
 
-    def _needs_outputs(self) -> bool:
-        """Return whether the closure must return model outputs for the curvature."""
-        return True
-
     def step(  # type: ignore[override]
-        self, closure: Callable[..., Any], sets: SamplePolicy | None = None
+        self, closure: Callable[..., Any] | None = None, sets: Sets = None
     ) -> StepReport:
         """Take one step.
 
         Args:
             closure: called as ``closure(batch)`` with ``sets``, otherwise as ``closure()``. It returns the mean loss
                 and the model outputs in which the loss is convex (a tensor or a tuple, list or dict of tensors), and
-                optionally the weight of that mean. It does not call ``backward``. With ``curvature="hessian"`` the
-                loss alone suffices. An autocast belongs inside the closure; one around ``step`` is switched off.
-            sets: draws A, B and C. None for A = B = C, the samples that the closure evaluates.
+                optionally the weight of that mean. Or it returns the loss alone, as for torch.optim.LBFGS: its
+                ``backward`` is left out, and the outputs are found from the loss. An autocast belongs inside the
+                closure; one around ``step`` is switched off.
+            sets: draws A, B and C: ``Subsets``, ``Growing``, or a DataLoader, which stands for ``Subsets`` of its data
+                set. None for A = B = C, the samples that the closure evaluates.
 
         Returns:
             The report of the step; ``float(report)`` is the loss before the step.
@@ -290,13 +311,14 @@ class CurvatureOptimizer(ClosureOptimizer):
         """
         no_inference_mode()
         parameters = self._parameters()
-        policy = _policy(sets)
+        policy = policy_of(sets)
         state = self._remember(parameters, policy)
         decays = [group["weight_decay"] for group in self.param_groups]
         settings = zlib.crc32(f"{self._settings()} {decays} {policy}".encode())
         samples_held = run_on_all(self._comm, policy.fingerprint) if self._comm.ranks > 1 else 0
         require_same(self._comm, parameters, (state.iteration, state.seed, self.krylov_dim, settings, samples_held))
         theta = current_point(parameters, state.earlier, state.last_step, self._comm)
+        theta_is = [p._version for p in parameters.params]
         footprint = Footprint(parameters.device)
         with self._atomic(parameters, theta, footprint, policy):
             objective, samples = self._objective(closure, sets, parameters, footprint), self._sampler(policy)
@@ -310,9 +332,22 @@ class CurvatureOptimizer(ClosureOptimizer):
                 run_on_all(self._comm, first.warn_if_random)
             report, state = self._advance(objective, samples, state, theta)
             self._store(parameters, state)
+        if sets is None:
+            self._workspace.of(Continuity).see(report, theta_is, [p._version for p in parameters.params])
+        self._tell_of_lr()
         return report
 
-    def settle(self, closure: Callable[..., Any], sets: SamplePolicy | None = None) -> Settlement:
+    def _tell_of_lr(self) -> None:
+        lr = next((group["lr"] for group in self.param_groups if group["lr"] != 1.0), None)
+        if lr is not None and self.warns_of_lr:
+            self.warns_of_lr = False
+            warnings.warn(
+                f"lr={lr!r} has no effect: the length of a step comes from a search on the loss. Leave out the "
+                "learning rate, and its scheduler.",
+                stacklevel=3,
+            )
+
+    def settle(self, closure: Callable[..., Any], sets: Sets = None) -> Settlement:
         """Judge the last step of a run as the next step would: undo it if it raised the loss on A.
 
         Returns:
@@ -333,7 +368,7 @@ class CurvatureOptimizer(ClosureOptimizer):
         """
         no_inference_mode()
         parameters = self._parameters()
-        policy = _policy(sets)
+        policy = policy_of(sets)
         state = self._remember(parameters, policy)
         theta = current_point(parameters, state.earlier, state.last_step, self._comm)
         footprint = Footprint(parameters.device)
@@ -450,11 +485,20 @@ class CurvatureOptimizer(ClosureOptimizer):
 _BASES = {ClosureOptimizer, CurvatureOptimizer}
 
 
-def _policy(sets: Any) -> SamplePolicy:
-    if sets is not None and not isinstance(sets, SamplePolicy):
-        raise ValueError(f"sets is a {type(sets).__name__}; pass Subsets(train_set, batch_size=..., seed=...).")
-    policy: SamplePolicy = FullBatch() if sets is None else sets
-    return policy
+#: Arguments of other optimizers, and what there is instead.
+_HABITS = {
+    "lr": "the length of a step comes from a search on the loss, and there is no learning rate",
+    "momentum": "the last step is part of the subspace",
+    "betas": "the curvature scales the step",
+    "eps": "the curvature scales the step",
+    "damping": "the search on the loss does its work",
+    "max_iter": "call run(closure, max_steps=...)",
+    "max_eval": "call run(closure, max_steps=...)",
+    "history_size": "krylov_dim is the size of the subspace",
+    "line_search_fn": "each step searches over its subspace",
+    "tolerance_grad": "call run(closure, gtol=...)",
+    "tolerance_change": "call run(closure, patience=...)",
+}
 
 
 def whole(name: str, value: Any) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -22,7 +22,7 @@ from krylov_descent.objective.closure import no_inference_mode
 
 def check(
     closure: Callable[..., Any],
-    model: nn.Module | Iterable[Any],
+    model: nn.Module | Iterable[Any] | Callable[..., Any],
     sets: Any = None,
     *,
     krylov_dim: int = 20,
@@ -35,7 +35,7 @@ def check(
     and random number generators are restored. A check takes about as long as a step; with sets, less.
 
     Args:
-        closure: as for ``KSD.step``.
+        closure: as for ``KSD.step``; closure and model may be given in either order.
         model: the model that the closure calls; or its parameters, which are then named by position.
         sets: as for ``KSD.step``.
         krylov_dim: as for ``KSD``.
@@ -68,9 +68,9 @@ def check(
         raise ValueError(f"krylov_dim={krylov_dim}: must be a whole number ≥ 1; the paper's is 20.")
     if curvature not in CURVATURES:
         raise ValueError(f"curvature={curvature!r}: must be one of {sorted(CURVATURES)}.")
-    if not isinstance(model, nn.Module):
-        model = list(model)
-    names = Names(model)
+    if isinstance(closure, nn.Module) and not isinstance(model, nn.Module):
+        closure, model = cast(Callable[..., Any], model), closure
+    names = Names(model if isinstance(model, nn.Module) else list(cast(Iterable[Any], model)))
     findings = list(unready(names))
     if findings:
         return CheckReport(tuple(findings), line(names, krylov_dim, curvature, None))
@@ -79,7 +79,8 @@ def check(
         try:
             problem = Problem(closure, names, sets, krylov_dim, curvature, buffers)
         except (ValueError, TypeError) as error:
-            about = "closure" if str(error).startswith(("step(", "sets ")) else "parameters"
+            of_data = str(error).startswith(("sets ", "data ", "The DataLoader"))
+            about = "data" if of_data else "closure" if str(error).startswith("step(") else "parameters"
             findings.append(Finding(about, "fail", *split_remedy(str(error))))
         else:
             with problem.full_precision():

@@ -52,7 +52,8 @@ def call(problem: Problem) -> Iterator[Finding]:
             return
     loss, outputs = problem.evaluation.loss, problem.evaluation.outputs
     shapes = ", ".join(str(tuple(z.shape)) for z in outputs)
-    what = f"outputs {shapes}" if outputs else "no outputs"
+    found = " found from the loss" if problem.objective.form.found else ""
+    what = f"outputs {shapes}{found}" if outputs else "no outputs"
     if not bool(loss.isfinite()):
         remedy = "Look for NaN or inf in the data, labels out of range, logarithms or divisions by zero."
         yield Finding("closure", "fail", f"runs, and gives the loss {loss.item()}.", remedy)

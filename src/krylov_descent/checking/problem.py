@@ -18,6 +18,7 @@ from krylov_descent.curvature import CURVATURES, CurvatureProduct
 from krylov_descent.objective.closure import Evaluation
 from krylov_descent.optimizer import KSD
 from krylov_descent.safety.footprint import Footprint
+from krylov_descent.samples.given import policy_of
 from krylov_descent.samples.interface import FullBatch, Microbatch, StepSets
 from krylov_descent.samples.subsets import Stream, Subsets
 
@@ -161,7 +162,8 @@ class Problem:
         curvature: Curvature,
         buffers: Footprint,
     ) -> None:
-        self.names, self.sets, self.krylov_dim, self.curvature = names, sets, krylov_dim, curvature
+        self.names, self.krylov_dim, self.curvature = names, krylov_dim, curvature
+        self.sets = None if sets is None else policy_of(sets)
         self.optimizer = KSD(names.parameters, krylov_dim=krylov_dim, curvature=curvature)
         self.parameters = self.optimizer._parameters()
         self.natural = self.optimizer._objective(closure, sets, self.parameters)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import Node, get_gradient_edge
 
 from krylov_descent.distributed.sharded import whole
 from krylov_descent.samples.subsets import Microbatch
@@ -46,15 +46,15 @@ class Evaluation:
     data: Any = None
 
 
-def evaluate(closure: BatchClosure, batch: Microbatch) -> Evaluation:
-    """Call the closure and read its values.
+def evaluate(call: Callable[[], Any], batch: Microbatch) -> Evaluation:
+    """Call the closure on a micro-batch and read its values.
 
     Raises:
         ValueError: they are not ``loss``, ``(loss, outputs)`` or ``(loss, outputs, weight)``.
     """
     # An autocast inside the closure keeps casts of the weights while any outer autocast, even a disabled one, lasts.
     torch.clear_autocast_cache()
-    result = closure(batch.data)
+    result = call()
     returned = result if isinstance(result, tuple) else (result,)
     if not 1 <= len(returned) <= 3 or not isinstance(returned[0], Tensor):
         raise ValueError(f"The closure returned {_describe(result)}. {_REMEDY}")
@@ -189,7 +189,7 @@ def require_weight(W: float) -> None:
 
 
 class BackwardWatch:
-    """Detects a closure that calls ``loss.backward()``, as closures for torch.optim.LBFGS do."""
+    """Detects a closure that writes gradients other than by ``loss.backward()``, which is left out."""
 
     def __init__(self, params: Sequence[Tensor]) -> None:
         self._params = params
@@ -203,7 +203,10 @@ class BackwardWatch:
         """
         for p, before in zip(self._params, self._before, strict=True):
             if p.grad is not None and _grad_stamp(p) != before:
-                raise ValueError(f"The closure called backward(): it wrote .grad of a parameter. {_REMEDY}")
+                raise ValueError(
+                    "The closure wrote .grad of a parameter (by torch.autograd.backward, or a backward() inside of a "
+                    f"compiled function). {_REMEDY}"
+                )
 
 
 def _grad_stamp(p: Tensor) -> tuple[int, int]:
@@ -249,27 +252,37 @@ def _refuse_dependent(outputs: tuple[Tensor, ...]) -> None:
     """Refuse an output that is computed from another: JᵀH_L J would count it twice."""
     if len(outputs) < 2:
         return
-    edges = {(edge.node, edge.output_nr): i for i, edge in enumerate(map(get_gradient_edge, outputs))}
+    edges = {edge_of(z): i for i, z in enumerate(outputs)}
     if len(edges) < len(outputs):
         raise ValueError("The closure returned the same tensor twice among its outputs. Return it once.")
     for i, z in enumerate(outputs):
-        seen = set()
-        stack = [get_gradient_edge(z).node]
-        while stack:
-            node = stack.pop()
-            for parent, number in node.next_functions:
-                if parent is None:
-                    continue
-                j = edges.get((parent, number))
-                if j is not None:
-                    raise ValueError(
-                        f"Output {i} of the closure is computed from its output {j}, so the Gauss–Newton "
-                        "product would count that path twice. Return only the tensors that the loss is "
-                        "computed from directly (for example the logits, not the features before them)."
-                    )
-                if parent not in seen:
-                    seen.add(parent)
-                    stack.append(parent)
+        for edge in edges.keys() & edges_behind(z):
+            raise ValueError(
+                f"Output {i} of the closure is computed from its output {edges[edge]}, so the Gauss–Newton "
+                "product would count that path twice. Return only the tensors that the loss is "
+                "computed from directly (for example the logits, not the features before them)."
+            )
+
+
+Edge: TypeAlias = tuple[Node, int]
+
+
+def edge_of(z: Tensor) -> Edge:
+    """Return the place of a tensor in the graph: a node, and the number of its result."""
+    edge = get_gradient_edge(z)
+    return edge.node, edge.output_nr
+
+
+def edges_behind(z: Tensor) -> set[Edge]:
+    """Return all places in the graph from which a tensor is computed."""
+    found: set[Edge] = set()
+    stack = [edge_of(z)[0]]
+    while stack:
+        for node, number in stack.pop().next_functions:
+            if node is not None and (node, number) not in found:
+                found.add((node, number))
+                stack.append(node)
+    return found
 
 
 def _describe(x: Any) -> str:

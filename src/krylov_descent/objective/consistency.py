@@ -15,11 +15,11 @@ import torch
 from torch import nn
 
 from krylov_descent.distributed import run_on_all
-from krylov_descent.objective.closure import Evaluation, gradients_of, require_dense, require_outputs
+from krylov_descent.objective.closure import Evaluation, require_outputs
+from krylov_descent.objective.drop_in import beside
 from krylov_descent.objective.objective import FORWARD, PROBE, Objective
 from krylov_descent.safety.footprint import Footprint
 from krylov_descent.samples.interface import Microbatch, StepSets
-from krylov_descent.vectors.sums import WeightedSum
 
 Name = Callable[[nn.Module, str], str]
 """A module and a suffix (".running_mean", or none) → its name in messages."""
@@ -217,23 +217,9 @@ def _warn_of_bypass(objective: Objective, evaluation: Evaluation) -> None:
 
 def bypass(objective: Objective, evaluation: Evaluation) -> float:
     """Return the part of ∂loss/∂θ, by norm, outside of Jᵀ ∂loss/∂z of the outputs z; 0 if it is rounding."""
-    loss, outputs, params = evaluation.loss, evaluation.outputs, objective.parameters.params
     require_outputs(evaluation, "This curvature ('ggn' or 'fisher')")
-    both = gradients_of(loss, (*params, *outputs), retain_graph=True)
-    require_dense(both[: len(params)])
-    carried = [(z, d) for z, d in zip(outputs, both[len(params) :], strict=True) if d is not None]
-    if not carried:
-        return 0.0  # refused where the product is built
-    through = torch.autograd.grad(
-        [z for z, _ in carried], params, [d for _, d in carried], retain_graph=True, allow_unused=True
-    )
     objective.sample_gradients += 2 * PROBE * evaluation.samples
-    g, rest = WeightedSum(objective.parameters), WeightedSum(objective.parameters)
-    for total in (g, rest):
-        total.add(both[: len(params)], 1.0)
-    rest.add(through, -1.0)
-    left, whole = (math.sqrt(float(objective.comm.dot(x, x))) for x in (rest.times(1.0), g.times(1.0)))
-    return left / whole if whole > 0 and left > torch.finfo(loss.dtype).eps ** 0.5 * whole else 0.0
+    return beside(evaluation.loss, evaluation.outputs, objective.parameters.params)
 
 
 def bypass_text(part: float) -> str:

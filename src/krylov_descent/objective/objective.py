@@ -20,6 +20,7 @@ from torch.autograd.graph import GradientEdge
 from krylov_descent.distributed import Comm, defer_error
 from krylov_descent.objective import closure as closures
 from krylov_descent.objective.closure import BatchClosure, Evaluation
+from krylov_descent.objective.drop_in import Form
 from krylov_descent.objective.workspace import Workspace
 from krylov_descent.progress import Tell, nobody
 from krylov_descent.safety.footprint import Footprint, same_path_as_with_gradients
@@ -125,6 +126,8 @@ class Objective:
         """What the closure may touch; its first call in a step is noted."""
         self.first_look: Callable[[Callable[[], Evaluation], Footprint], Evaluation] = _as_it_is
         """Performs the first evaluation of a step, and may refuse it."""
+        self.form = self.workspace.of(Form)
+        """How the closure is called."""
         self._closure = closure
         self._watched = False
 
@@ -132,15 +135,10 @@ class Objective:
         self, batch: Microbatch, inside: Callable[[], AbstractContextManager[Any]] = nullcontext
     ) -> Evaluation:
         """Return the closure's graph, checked for common mistakes; ``inside()`` is a context for each call alone."""
-
-        def closure(data: Any) -> Any:
-            with inside():
-                return self._closure(data)
-
         with self.parameters.without_grads():
             watch = closures.BackwardWatch(self.parameters.params)
             try:
-                evaluation = self._look(lambda: closures.evaluate(closure, batch), self.first_look)
+                evaluation = self._look(lambda: self._called(batch, inside), self.first_look)
             except Exception:
                 watch.check()
                 raise
@@ -149,6 +147,10 @@ class Objective:
             closures.require_graph(evaluation)
             self._watched = True
         return evaluation
+
+    def _called(self, batch: Microbatch, inside: Callable[[], AbstractContextManager[Any]] = nullcontext) -> Evaluation:
+        params = self.parameters.params
+        return closures.evaluate(lambda: self.form.call(self._closure, batch, params, inside), batch)
 
     def _look(
         self,
@@ -192,8 +194,11 @@ class Objective:
         """Call the closure without a graph."""
         with same_path_as_with_gradients():
             try:
-                with self.parameters.frozen():
-                    evaluation = self._look(lambda: closures.evaluate(self._closure, batch))
+                if not self.form.known:
+                    evaluation = self.evaluate(batch)
+                else:
+                    with self.parameters.frozen():
+                        evaluation = self._look(lambda: self._called(batch))
             except RuntimeError as error:
                 if not closures.misses_graph(error):
                     raise
