@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Mapping
-from typing import Any
+import numbers
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 class StopReason(enum.Enum):
@@ -75,9 +78,47 @@ _REMEDY: Mapping[StopReason, str] = {
 }
 
 
+def _on_loss(op: Callable[[float, float], T]) -> Callable[[Any, float | _Loss], T]:
+    """Return the method of an operator, which takes reports for their losses."""
+
+    def method(self: _Loss, other: float | _Loss) -> T:
+        return op(self.loss, float(other)) if isinstance(other, (numbers.Real, _Loss)) else NotImplemented
+
+    return method
+
+
+class _Loss:
+    """A result that is used like the number ``loss``; equality is that of all fields."""
+
+    loss: float
+
+    def item(self) -> float:
+        """Return the loss, as ``item`` of a tensor does."""
+        return self.loss
+
+    def __float__(self) -> float:
+        return self.loss
+
+    def __format__(self, spec: str) -> str:
+        return format(self.loss, spec) if spec else str(self)
+
+    def __neg__(self) -> float:
+        return -self.loss
+
+    def __abs__(self) -> float:
+        return abs(self.loss)
+
+    __lt__, __le__ = _on_loss(lambda a, b: a < b), _on_loss(lambda a, b: a <= b)
+    __gt__, __ge__ = _on_loss(lambda a, b: a > b), _on_loss(lambda a, b: a >= b)
+    __add__ = __radd__ = _on_loss(lambda a, b: a + b)
+    __mul__ = __rmul__ = _on_loss(lambda a, b: a * b)
+    __sub__, __rsub__ = _on_loss(lambda a, b: a - b), _on_loss(lambda a, b: b - a)
+    __truediv__, __rtruediv__ = _on_loss(lambda a, b: a / b), _on_loss(lambda a, b: b / a)
+
+
 @dataclasses.dataclass(frozen=True)
-class StepReport:
-    """The report of one step of an optimizer.
+class StepReport(_Loss):
+    """The report of one step of an optimizer, used like a number where a loss is: ``total += report``.
 
     Attributes:
         iteration: the number of the step, from 0.
@@ -109,8 +150,8 @@ class StepReport:
         >>> from krylov_descent import KSD
         >>> w = torch.nn.Parameter(torch.tensor([3.0, -2.0]))
         >>> report = KSD([w]).step(lambda: (w.square().mean(), w))
-        >>> float(report)
-        6.5
+        >>> report.item(), f"{report:.2e}", report < 7, (report + report) / 2
+        (6.5, '6.50e+00', True, 6.5)
         >>> report.as_dict()["iteration"]
         0
     """
@@ -134,9 +175,6 @@ class StepReport:
     notes: tuple[str, ...] = ()
     bytes_sent: int = 0
     coefficients: tuple[float, ...] = ()
-
-    def __float__(self) -> float:
-        return self.loss
 
     def __str__(self) -> str:
         vectors = f" | K {self.krylov_dim}" if self.krylov_dim else ""
@@ -162,8 +200,8 @@ class StepReport:
 
 
 @dataclasses.dataclass(frozen=True)
-class Settlement:
-    """The result of ``settle``: the final loss on A, and whether the last step was kept.
+class Settlement(_Loss):
+    """The result of ``settle``: the final loss on A, as which it is used, and whether the last step was kept.
 
     Example:
         >>> Settlement(loss=0.25, accepted=True)
@@ -172,6 +210,3 @@ class Settlement:
 
     loss: float
     accepted: bool
-
-    def __float__(self) -> float:
-        return self.loss
