@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -65,10 +66,16 @@ _WORDS = {"gradient": "pass over A", "basis": "basis vector", "search": "search 
 
 @contextmanager
 def step_bar(
-    optimizer: Any, max_steps: float = math.inf, *, shown: bool = True, mininterval: float = 0.1
+    optimizer: Any,
+    max_steps: float = math.inf,
+    seconds: float = math.inf,
+    *,
+    shown: bool = True,
+    mininterval: float = 0.1,
 ) -> Iterator[Callable[[StepReport], None]]:
     """Show a progress bar of steps and phases; call the function that it yields with each report.
 
+    It has the remaining time of ``max_steps`` or, without them, the elapsed part of ``seconds``.
     ``optimizer.run(..., progress=True)`` does this by itself.
 
     Example:
@@ -89,17 +96,22 @@ def step_bar(
     except ImportError:
         raise ValueError("A progress bar needs tqdm: pip install 'krylov-descent[cli]', or tqdm itself.") from None
     before = optimizer.on_progress
-    total = None if math.isinf(max_steps) else int(max_steps)
-    with tqdm(total=total, unit="step", dynamic_ncols=True, mininterval=mininterval) as bar:
-        loss = ""
+    total, look = None if math.isinf(max_steps) else int(max_steps), None
+    if total is None and seconds < math.inf:
+        look = f"{{n_fmt}}step [{{elapsed}} of {tqdm.format_interval(seconds)}, {{rate_fmt}}{{postfix}}]"
+    with tqdm(total=total, unit="step", dynamic_ncols=True, mininterval=mininterval, bar_format=look) as bar:
+        loss, drawn = "", -math.inf
 
         def tell(progress: Progress) -> None:
+            nonlocal drawn
             if before is not None:
                 before(progress)
             of = "" if progress.total is None else f" of {progress.total}"
             words = f"{_WORDS[progress.phase]} {progress.done}{of}"
             bar.set_postfix_str(f"{loss}, {words}" if loss else words, refresh=False)
-            bar.update(0)  # redraws at tqdm's own pace
+            if time.monotonic() - drawn >= mininterval:
+                bar.refresh()  # unlike update(0), it leaves the clock of the rate alone
+                drawn = time.monotonic()
 
         def show(report: StepReport) -> None:
             nonlocal loss

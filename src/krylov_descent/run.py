@@ -160,7 +160,7 @@ class Run:
         start = time.perf_counter()
         nothing, gathered = 0, False
         self.reason = None
-        with step_bar(self._optimizer, self._max_steps, shown=self._progress) as show:
+        with step_bar(self._optimizer, self._max_steps - self.steps, self._seconds, shown=self._progress) as show:
             while self.reason is None:
                 elapsed = self._agreed(time.perf_counter() - start)
                 if self.steps >= self._max_steps or elapsed >= self._seconds:
