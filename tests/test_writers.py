@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from krylov_descent import KSD, StepReport
-from krylov_descent.writers import JSONLWriter, TensorBoardWriter
+from krylov_descent.writers import JSONLWriter, TensorBoardWriter, scalars
 
 
 @pytest.fixture
@@ -48,6 +48,11 @@ def test_jsonl_is_json_where_numbers_are_not_finite(tmp_path: Path, reports: lis
     line = json.loads((tmp_path / "log.jsonl").read_text())
     assert line["search_loss_after"] is None
     assert line["ritz_values"] == [1.0, None]
+
+
+def test_numbers_of_the_method_are_scalars(reports: list[StepReport]) -> None:
+    with_more = scalars(dataclasses.replace(reports[0], details={"rows": 20.0}))
+    assert with_more == {**scalars(reports[0]), "ksd/details/rows": 20.0}
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # TensorBoard's protobuf

@@ -144,6 +144,9 @@ class StepReport(_Loss):
         bytes_sent: the number of bytes that this rank sent to others; 0 in a single process.
         coefficients: the step's coefficients in the basis vectors: the Krylov vectors first, then the previous step,
             and with ``DEEP`` earlier steps once A holds all samples. Empty without a basis.
+        details: further numbers of the method. Those of GaussNewtonFlow are "fraction", the part η of its direction
+            that the step followed, 0 if no part lowered the loss; "damping", λ of the direction; "rows", those of the
+            sketch.
 
     Example:
         >>> import torch
@@ -175,6 +178,7 @@ class StepReport(_Loss):
     notes: tuple[str, ...] = ()
     bytes_sent: int = 0
     coefficients: tuple[float, ...] = ()
+    details: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     def __str__(self) -> str:
         vectors = f" | K {self.krylov_dim}" if self.krylov_dim else ""
@@ -195,6 +199,7 @@ class StepReport(_Loss):
         plain["coefficients"] = list(self.coefficients)
         plain["seconds"] = dict(self.seconds)
         plain["set_sizes"] = dict(self.set_sizes)
+        plain["details"] = dict(self.details)
         plain["notes"] = list(self.notes)
         return plain
 

@@ -141,8 +141,8 @@ def scalars(report: StepReport) -> dict[str, float]:
         6.5
     """
     values = {f"ksd/{name}": float(getattr(report, name)) for name in _SCALARS}
-    for phase, seconds in report.seconds.items():
-        values[f"ksd/seconds/{phase}"] = seconds
+    for table in ("seconds", "details"):
+        values |= {f"ksd/{table}/{name}": value for name, value in getattr(report, table).items()}
     if report.ritz_values:
         values["ksd/ritz_max"] = report.ritz_values[-1]
     return values

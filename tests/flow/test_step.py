@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from krylov_descent import KSD, GaussNewtonFlow, Growing, Subsets, checkpoint
 from krylov_descent.distributed import SingleProcess
+from krylov_descent.flow.factored import new_damping
 from krylov_descent.flow.sketch import Sketcher, finite_rows, sketch_bytes
 from krylov_descent.flow.step import Adaptation, CandidateLine, _bounded, _longest, descend_line, reduced_curvature
 from krylov_descent.krylov.search import LineEvaluator
@@ -55,6 +56,26 @@ def test_a_direction_that_leads_nowhere_gathers_rows_and_then_does() -> None:
     assert {a.stop_reason for a in fell} == {StopReason.CANDIDATE}
     grew = next(report for report in reports if report.notes)
     assert str(grew).endswith("had to gather rows: sketches have 20 rows from now on.")
+
+
+def test_the_report_has_fraction_damping_and_rows() -> None:
+    model, closure, _ = noisy_fit()
+    optimizer = GaussNewtonFlow(model.parameters(), rows=15)
+    seen = set()
+    for _ in range(60):
+        report = optimizer.step(closure)
+        seen.add(report.stop_reason)
+        after, (fraction, damping, rows) = numbers_of(optimizer), report.details.values()
+        assert list(report.details) == ["fraction", "damping", "rows"]
+        if report.stop_reason is StopReason.GATHERING:
+            assert (fraction, damping) == (0, after["flow_damping"])
+        else:
+            assert (fraction, new_damping(damping, fraction)) == (after["step_fraction"], after["flow_damping"])
+        grown = max(15, after["rows"])
+        assert rows in ((15, grown) if report.notes else (grown,))
+    assert seen == {StopReason.GATHERING, StopReason.CANDIDATE}
+    assert grown > 15
+    assert report.as_dict()["details"] == {"fraction": fraction, "damping": damping, "rows": rows}
 
 
 @pytest.mark.parametrize("monitored", [False, True])
@@ -166,6 +187,7 @@ def test_where_no_candidate_helps_a_search_of_their_span_does(monkeypatch: pytes
     assert report.search_loss_after < report.search_loss_before == report.loss
     assert closure()[0].item() == pytest.approx(report.search_loss_after, rel=1e-12)
     assert 0 < float((model.weight.detach() - start).norm()) <= 1e-9
+    assert report.details["fraction"] == 0  # of the direction
     assert set(evaluated) == {"value", "at"}  # candidates of two lines, then the search
     assert report.inner_evaluations == len(evaluated)
     after = numbers_of(optimizer)

@@ -27,7 +27,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import StepPatch
 
-from krylov_descent import KSD, plot
+from krylov_descent import KSD, GaussNewtonFlow, plot
 from krylov_descent.writers import JSONLWriter
 
 Closure = Callable[..., Any]
@@ -319,6 +319,49 @@ def test_overview_of_any_length(count: int) -> None:
     ]
     undone = sum(i % 7 == 3 for i in range(count))
     assert words[3:] == ([f"{undone} undone"] if undone else [])
+
+
+def flow_record(i: int, fraction: float | None) -> dict[str, Any]:
+    details = {"fraction": fraction, "damping": 10.0 ** -(i + 1), "rows": 20.0 + 10 * i}
+    return record(i, krylov_dim=0, ritz_values=[], coefficients=[], details=details)
+
+
+def test_overview_of_a_flow_shows_what_it_did() -> None:
+    figure = plot.overview([flow_record(i, fraction) for i, fraction in enumerate([0.5, 0.0, None, 0.01])])
+    figure.draw_without_rendering()
+    assert not any(texts(ax) for ax in figure.axes)  # nothing is empty
+    fraction, damping, rows = figure.axes[2:]
+    titles = ["Part η of the direction: 0 at the marks", "Damping λ of the direction", "Rows of the sketch"]
+    assert [ax.get_title() for ax in (fraction, damping, rows)] == titles
+    assert [ax.get_yscale() for ax in (fraction, damping, rows)] == ["log", "log", "linear"]
+    assert xy(fraction.get_lines()[0]) == ([0, 3], [0.5, 0.01])
+    assert xy(fraction.get_lines()[1])[0] == [1]
+    assert xy(damping.get_lines()[0])[1] == [1e-1, 1e-2, 1e-3, 1e-4]
+    assert xy(rows.get_lines()[0]) == ([0, 1, 2, 3], [20, 30, 40, 50])
+    assert rows.get_ylim()[0] == 0
+
+
+def test_overview_of_a_flow_that_never_moved_and_of_one_without_numbers() -> None:
+    still = plot.overview([flow_record(i, 0.0) for i in range(3)])
+    assert texts(still.axes[2]) == ["no step has a fraction above 0"]
+    old = plot.overview([record(0, krylov_dim=0, ritz_values=[], coefficients=[])])  # of an older version
+    assert texts(old.axes[2]) == ["these reports have no Ritz values"]
+
+
+def test_a_log_of_a_real_flow_is_read_and_drawn(tmp_path: Path) -> None:
+    _, closure, model = regression()
+    optimizer = GaussNewtonFlow(model.parameters())
+    with JSONLWriter(tmp_path / "log.jsonl") as write:
+        for _ in range(3):
+            write(optimizer.step(closure))
+    reports = plot.read(tmp_path / "log.jsonl")
+    assert [set(report["details"]) for report in reports] == [{"fraction", "damping", "rows"}] * 3
+    figure = plot.overview(reports)
+    assert len(figure.axes) == 5
+    assert xy(figure.axes[4].get_lines()[0])[1] == [20.0] * 3  # one row for each residual
+    (tmp_path / "bad.jsonl").write_text(json.dumps({**reports[0], "details": {"rows": "many"}}))
+    with pytest.raises(ValueError, match=r"no report of a step \(details ="):
+        plot.read(tmp_path / "bad.jsonl")
 
 
 def test_reports_and_their_dicts_give_the_same_picture() -> None:

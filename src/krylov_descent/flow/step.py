@@ -135,17 +135,23 @@ def flow_step(
         watch = samples.watch(at)
         watch.see_gradient(at.slope)
         found, adaptation, direction = at_rest(at, None), state.adaptation, None
+        details: dict[str, float] = {}
         at.keeps_gradient = True
         if at.grad_norm > 0:
             flow = Flow(at, settings, state)
             log.lap("basis")
 
             found, adaptation, direction = flow.descend(LineEvaluator(objective, at.c))
+            details = flow.details
             del flow  # it holds the sketch
         d, found = take(at, found)
+        if d is None:
+            details["fraction"] = 0.0
         watch.see_step(None if d is None else lambda: at.slope(d), found.agreement)
         log.lap("search")
-        report = log.report(at, found, krylov_dim=0, ritz_values=(), orthogonality_error=0.0, preconditioner="none")
+        report = log.report(
+            at, found, krylov_dim=0, ritz_values=(), orthogonality_error=0.0, preconditioner="none", details=details
+        )
     return report, FlowState(
         iteration=state.iteration + 1,
         seed=state.seed,
@@ -182,6 +188,7 @@ class Flow:
         adaptation: the adapted numbers, bounded relative to the trace of this sketch.
         phi: φ.
         alpha: α.
+        details: numbers for the step's report.
     """
 
     def __init__(self, at: GradientPass, settings: FlowSettings, state: FlowState) -> None:
@@ -199,6 +206,7 @@ class Flow:
         adaptation = _bounded(self._factored.trace, longest, least, known)
         adaptation, note = (adaptation, "") if whole else _asked(adaptation, rows, most)
         self.adaptation = replace(adaptation, longest_fraction=0.0 if whole else longest)
+        self.details = {"fraction": 0.0, "damping": adaptation.flow_damping, "rows": float(len(self._sketch.J))}
         self._longest = longest
         self._last = last
         scale = self.adaptation.momentum_scale * settings.momentum
@@ -247,9 +255,10 @@ class Flow:
             return v if math.isfinite(v) else math.inf
 
         before = at.losses.mean if at.sets.searches_all else value()
-        for line in self._lines():
+        for number, line in enumerate(self._lines()):
             i, lowest, d = descend_line(line, value)
             if lowest < before:
+                self.details["fraction"] = 0.0 if number else line.then[i].step_fraction
                 ratio = lowest / before if before > 0 else 1.0
                 found = SearchResult(d, before, lowest, 0, evaluations, StopReason.CANDIDATE, exact=True)
                 return found, replace(line.then[i], loss_ratio=ratio), None

@@ -23,6 +23,11 @@ _FEW = 40  # the largest number of steps with markers
 _ROUNDING = 1e-12  # Ritz values below this part of a step's largest are rounding
 _MOST_PHASES = 20
 _MOST_CELLS = 1_000_000  # of the table of coefficients
+_DETAILS = {  # of GaussNewtonFlow
+    "fraction": "Part η of the direction",
+    "damping": "Damping λ of the direction",
+    "rows": "Rows of the sketch",
+}
 _DECADES = 6  # the largest span of the colour scale; smaller coefficients share its lowest colour
 
 
@@ -220,6 +225,8 @@ def coefficients(reports: Iterable[Report], ax: Axes | None = None) -> Axes:
 def overview(reports: Iterable[Report]) -> Figure:
     """Plot loss, time, Ritz values and coefficients of a run, two by two, in a new pyplot figure.
 
+    A run of GaussNewtonFlow, which has no Krylov vectors, shows its steps' fraction, damping and rows in their place.
+
     Example:
         >>> import torch
         >>> from krylov_descent import KSD, plot
@@ -230,12 +237,19 @@ def overview(reports: Iterable[Report]) -> Figure:
         '4 steps'
     """
     records = records_of(reports)
+    flows = any(record.get("details") for record in records) and not _dots(records)
     figure: Figure
-    figure, ((a, b), (c, d)) = style.pyplot().subplots(2, 2, figsize=(11.5, 7.6), layout="constrained")
-    convergence(records, a)
-    phases(records, b)
-    ritz(records, c)
-    coefficients(records, d)
+    figure, axes = style.pyplot().subplot_mosaic(
+        "aaabbb;ccddee" if flows else "ab;cd", figsize=(11.5, 7.6), layout="constrained"
+    )
+    convergence(records, axes["a"])
+    phases(records, axes["b"])
+    if flows:
+        for place, (name, title) in zip("cde", _DETAILS.items(), strict=True):
+            _detail(records, axes[place], name, title)
+    else:
+        ritz(records, axes["c"])
+        coefficients(records, axes["d"])
     back = sum(of.undone(records))
     words = [
         f"{len(records)} step{'s' if len(records) > 1 else ''}",
@@ -245,6 +259,26 @@ def overview(reports: Iterable[Report]) -> Figure:
     ]
     figure.suptitle(" · ".join(words), fontsize=11)
     return figure
+
+
+def _detail(records: Sequence[Record], ax: Axes, name: str, title: str) -> None:
+    """Plot a number of the method, on a logarithmic scale if it spans a decade; zeros are marks at the bottom."""
+    values = [of.number((record.get("details") or {}).get(name)) for record in records]
+    dots = [(x, y) for x, y in zip(steps(records), values, strict=True) if 0 < y < math.inf]
+    zeros = [x for x, y in zip(steps(records), values, strict=True) if y == 0]
+    style.frame(ax, f"{title}: 0 at the marks" if zeros else title, "step", name)
+    if not dots:
+        style.nothing(ax, f"no step has a {name} above 0")
+        return
+    xs, ys = zip(*dots, strict=True)
+    ax.plot(xs, ys, ".-", color=style.BLUE, linewidth=0.8, markersize=4)
+    _at_edge(ax, zeros, "|", 0.02, "")
+    if max(ys) >= 10 * min(ys):
+        ax.set_yscale("log")
+        style.log_ticks(ax.yaxis, ys)
+    else:
+        ax.set_ylim(bottom=0)
+    style.whole_steps(ax)
 
 
 def _places(records: Sequence[Record], by: By) -> list[float]:

@@ -18,7 +18,7 @@ Record: TypeAlias = Mapping[str, Any]
 _LONGEST = 1 << 20  # characters of a line
 _LOSSES = ("loss", "search_loss_before", "search_loss_after")
 _NUMBERS = (*_LOSSES, "iteration", "grad_norm", "krylov_dim", "sample_gradients")
-_LISTS, _TABLES = ("ritz_values", "coefficients"), ("seconds", "set_sizes")
+_LISTS, _TABLES = ("ritz_values", "coefficients"), ("seconds", "set_sizes", "details")
 
 
 def read(path: str | Path) -> list[dict[str, Any]]:
