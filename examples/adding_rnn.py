@@ -97,7 +97,6 @@ def main() -> None:
             print(report, flush=True)
         if ksd.mark() >= given.seconds:
             break
-    optimizer.settle(closure, sets)  # judges the last step, as the next one would have
     ksd.mark()
     flow["after"], given_answers = gradient_flow(model, inputs, answers), answered()
 

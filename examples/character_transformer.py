@@ -104,7 +104,6 @@ def main() -> None:
         print(report, flush=True)
         if ksd.mark() >= given.seconds:
             break
-    optimizer.settle(closure, sets)  # judges the last step, as the next one would have
     ksd.mark()
     positions = {"KSD": by_position()}
     samples = {"KSD": continued(model, held_out[0, :20], 200)}

@@ -6,8 +6,10 @@ import copy
 import io
 import itertools
 import math
-from collections.abc import Callable, Iterator
-from contextlib import redirect_stderr
+import subprocess
+import sys
+from collections.abc import Callable, Generator, Iterator
+from contextlib import nullcontext, redirect_stderr
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ from experiments.baselines import HessianFree
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
-from krylov_descent import KSD, EndReason, Progress, Subsets
+from krylov_descent import KSD, EndReason, Progress, Settlement, Subsets
 from krylov_descent.progress import step_bar
 
 Closure = Callable[[], tuple[Tensor, Tensor]]
@@ -158,6 +160,152 @@ def test_a_broken_off_run_goes_on_in_another() -> None:
             break
     rest = [report.iteration for report in optimizer.run(closure, max_steps=2)]
     assert rest == [3, 4]
+
+
+def risky() -> tuple[nn.Module, Callable[[tuple[Tensor, Tensor]], tuple[Tensor, Tensor]], Subsets]:
+    """Six samples in C: steps do raise the loss on A."""
+    model, closure, _ = classification()
+    g = torch.Generator().manual_seed(1)
+    data = torch.randn(60, 4, generator=g), torch.randint(0, 2, (60,), generator=g)
+    return model, closure, Subsets(data, batch_size=60, fraction=0.1, seed=0)
+
+
+def stepped(steps: int) -> tuple[nn.Module, Settlement]:
+    """So many steps by hand, and what settles them."""
+    model, closure, sets = risky()
+    optimizer = KSD(model.parameters(), krylov_dim=5)
+    for _ in range(steps):
+        optimizer.step(closure, sets)
+    return model, optimizer.settle(closure, sets)
+
+
+@pytest.fixture(scope="module")
+def bad() -> int:
+    """The number of the first step that the next one undoes."""
+    model, closure, sets = risky()
+    reports = KSD(model.parameters(), krylov_dim=5).run(closure, sets, max_steps=30)
+    return next(report.iteration for report in reports if not report.accepted) - 1
+
+
+@pytest.mark.parametrize("left_by", ["break", "error", "close"])
+def test_a_loop_that_is_left_judges_the_last_step(bad: int, left_by: str) -> None:
+    twin, settlement = stepped(bad + 1)
+    assert not settlement.accepted
+    model, closure, sets = risky()
+    run = KSD(model.parameters(), krylov_dim=5).run(closure, sets)
+    if left_by == "close":
+        reports = iter(run)
+        assert [next(reports).iteration for _ in range(bad + 1)] == list(range(bad + 1))
+        assert isinstance(reports, Generator)
+        reports.close()
+    else:
+        with pytest.raises(KeyError) if left_by == "error" else nullcontext():
+            for report in run:
+                if report.iteration == bad:
+                    if left_by == "break":
+                        break
+                    raise KeyError
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), twin.parameters(), strict=True))
+    assert (run.reason, run.steps, run.loss) == (None, bad + 1, settlement.loss)
+    assert run.best is not None
+    assert run.best.value == run.loss  # that of the point before the bad step
+
+
+def test_a_second_loop_goes_on() -> None:
+    """As if there had been no break: a point is not compared twice, which would use up patience."""
+    (one, closure), (other, same) = regression(), regression()
+    whole = KSD(one.parameters()).run(closure, max_steps=5, patience=1)
+    losses = [report.loss for report in whole]
+    parts, seen = KSD(other.parameters()).run(same, max_steps=5, patience=1), []
+    for _ in range(5):
+        for report in parts:
+            seen.append(report.loss)
+            break
+        assert parts.reason is None
+    assert list(parts) == []
+    assert seen == losses
+    assert str(parts) == str(whole)
+
+
+def test_a_second_loop_goes_on_after_a_step_that_was_undone(bad: int) -> None:
+    model, closure, sets = risky()
+    run = KSD(model.parameters(), krylov_dim=5).run(closure, sets, max_steps=bad + 3)
+    for report in run:
+        if report.iteration == bad:
+            break
+    undone = run.loss
+    rest = list(run)
+    assert [report.iteration for report in rest] == [bad + 1, bad + 2]
+    assert rest[0].accepted  # it was undone before
+    assert rest[0].loss == pytest.approx(undone, rel=1e-6)
+    assert run.reason is EndReason.MAX_STEPS
+
+
+class Failing:
+    """A closure that raises while ``fails``."""
+
+    def __init__(self, closure: Callable[[tuple[Tensor, Tensor]], tuple[Tensor, Tensor]]) -> None:
+        self.closure, self.calls, self.fails = closure, 0, False
+
+    def __call__(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        self.calls += 1
+        if self.fails:
+            raise OSError("disk")
+        return self.closure(batch)
+
+
+def test_a_step_that_raises_is_not_settled() -> None:
+    model, closure, sets = risky()
+    failing = Failing(closure)
+    run = KSD(model.parameters(), krylov_dim=5).run(failing, sets)
+    reports = iter(run)
+    first, calls, failing.fails = next(reports), failing.calls, True
+    with pytest.raises(OSError, match="disk"):
+        next(reports)
+    del reports
+    assert failing.calls == calls + 1  # the one that raised
+    assert (run.steps, run.loss) == (1, first.loss)
+
+
+def test_an_error_in_settling_after_a_break_is_a_warning(bad: int) -> None:
+    model, closure, sets = risky()
+    optimizer, failing = KSD(model.parameters(), krylov_dim=5), Failing(closure)
+    run = optimizer.run(failing, sets)
+
+    def loop() -> None:
+        for report in run:
+            if report.iteration == bad:
+                failing.fails = True
+                break
+
+    with pytest.warns(UserWarning, match=r"not judged, .*OSError\('disk'\).*call optimizer\.settle") as told:
+        loop()
+    assert told[0].filename == __file__
+    assert run.steps == bad + 1
+    failing.fails = False  # nothing is lost: the step is still there to be judged
+    twin, settlement = stepped(bad + 1)
+    assert optimizer.settle(failing, sets) == settlement
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), twin.parameters(), strict=True))
+
+
+@pytest.mark.nightly
+def test_the_end_of_the_interpreter_settles_nothing() -> None:
+    """Torch cannot compute any more: it would abort the process."""
+    code = """
+import torch
+from krylov_descent import KSD, Subsets
+model = torch.nn.Linear(4, 1)
+def closure(batch):
+    r = model(batch[0]) - 1
+    return r.square().mean(), r
+reports = iter(KSD(model.parameters()).run(closure, Subsets((torch.randn(200, 4),), batch_size=50, seed=0)))
+next(reports)
+class Circle: pass
+circle = Circle()
+circle.self, circle.reports = circle, reports
+"""
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (process.returncode, process.stderr) == (0, "")
 
 
 def test_other_methods_run_too() -> None:

@@ -118,7 +118,7 @@ class ClosureOptimizer(Optimizer):
 
         Returns:
             An iterable of reports, with ``reason``, ``loss``, ``best`` and ``restore_best()`` after the end. With
-            sets, the last step has been judged (``settle``); after a ``break`` it has not.
+            sets, the last step has then been judged (``settle``), also after a ``break`` in a single process.
 
         Example:
             >>> import torch

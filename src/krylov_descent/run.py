@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import enum
 import math
+import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -110,10 +112,14 @@ class Best:
 class Run:
     """An iterable of step reports, made by ``optimizer.run``.
 
+    Where the loop over it ends or is left by ``break``, the last step is judged (``settle``), unless a step raised. If
+    that fails after a ``break``, a warning says so. A further loop goes on where the last one stopped. On several ranks
+    call ``settle`` on all of them after a ``break``: a run does not, as an error in the loop of one rank looks alike.
+
     Attributes:
         reason: why the run ended; None before its end, and after a ``break``.
         steps: the number of steps taken.
-        loss: the last known loss on A; after the end, the loss at the final point.
+        loss: the last known loss on A; after the loop, the loss at the final point.
         best: the best point so far, or None.
 
     Example:
@@ -150,13 +156,21 @@ class Run:
         self._patience = math.inf if patience is None else patience
         self._gtol, self._monitor, self._progress = gtol, monitor, progress
         self._noise = relative_noise(optimizer.trained()[0].dtype)
-        self._stale = 0
+        self._stale, self._weighed = 0, -1
         self.reason: EndReason | None = None
         self.steps = 0
         self.loss = math.nan
         self.best: Best | None = None
 
     def __iter__(self) -> Iterator[StepReport]:
+        try:
+            yield from self._reports()
+        except GeneratorExit:  # a break, or an error in the loop
+            self._settle_at_close()
+            raise
+        self._settle()
+
+    def _reports(self) -> Iterator[StepReport]:
         start = time.perf_counter()
         nothing, gathered = 0, False
         self.reason = None
@@ -190,7 +204,6 @@ class Run:
                     self.reason = EndReason.PATIENCE
                 show(report)
                 yield report
-        self._settle()
 
     def restore_best(self) -> Best:
         """Restore the parameters of the best point.
@@ -222,8 +235,24 @@ class Run:
         if self._monitor is None and settlement.accepted:
             self._weigh(settlement.loss, self.steps, None)
 
+    def _settle_at_close(self) -> None:
+        """Settle with a warning in place of an error, which Python would only print where a loop is left."""
+        if self._optimizer.comm.ranks > 1 or sys.is_finalizing():
+            return
+        try:
+            self._settle()
+        except Exception as error:
+            warnings.warn(
+                f"The last step of the run was not judged, because settling it raised {error!r}. Remove the cause, and "
+                "call optimizer.settle(closure, sets).",
+                stacklevel=3,
+            )
+
     def _weigh(self, value: float, steps: int, point: tuple[Tensor, ...] | None) -> None:
         """Keep a point, the present one by default, if it is the best so far; count points without improvement."""
+        if steps == self._weighed:
+            return  # by settling, before this loop
+        self._weighed = steps
         known = math.inf if self.best is None else self.best.value
         self._stale = 0 if value < known - self._noise * abs(known) or math.isinf(known) else self._stale + 1
         if self.best is None or value < known:

@@ -94,6 +94,23 @@ def train(group: Any, *, steps: int = 5, warns: bool = False, **settings: Any) -
     return outcome(model, [step() for _ in range(steps)])
 
 
+def broken_off(group: Any) -> tuple[float, float, float]:
+    """The loss of a run that is left by break, that of its last report, and that of settling by hand."""
+    model = model_of("mlp", torch.float64)
+    optimizer = KSD(model.parameters(), krylov_dim=5, process_group=group)
+
+    def closure(batch: Any) -> tuple[Tensor, Tensor]:
+        z = model(batch[0])
+        return F.mse_loss(z, batch[1]), z
+
+    sets = Subsets(data_of(103, 7, 3, torch.float64), batch_size=16, fraction=0.2, seed=3)
+    run = optimizer.run(closure, sets)
+    for report in run:
+        if report.iteration == 2:
+            break
+    return run.loss, report.loss, optimizer.settle(closure, sets).loss
+
+
 def flat(model: nn.Module) -> Tensor:
     """θ."""
     return torch.cat([p.detach().reshape(-1) for p in model.parameters()])

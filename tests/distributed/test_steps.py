@@ -13,7 +13,7 @@ from torch import Tensor
 
 from krylov_descent import DEEP, PAPER, Fisher, GaussNewtonFlow, checkpoint
 from tests.distributed.pool import Pool, RanksFailedError
-from tests.distributed.runs import added_up, flat, scattered, train, training, wrapped
+from tests.distributed.runs import added_up, broken_off, flat, scattered, train, training, wrapped
 
 RANKS = (2, pytest.param(3, marks=pytest.mark.nightly), pytest.param(4, marks=pytest.mark.nightly))
 
@@ -185,6 +185,13 @@ def test_cost_is_that_of_all_ranks(pool: Pool) -> None:
     one = train(None)
     for result in pool.run(3, train):
         assert result["cost"][1:] == pytest.approx(one["cost"][1:])
+
+
+def test_a_run_that_is_left_is_settled_by_hand_on_several_ranks(pool: Pool) -> None:
+    """An error in the loop of one rank would look alike to it, and the others would not settle."""
+    (after, last, settled), (one, _, of_one) = pool.run(2, broken_off)[0], broken_off(None)
+    assert settled < last == after
+    assert one == of_one == pytest.approx(settled, rel=1e-8)
 
 
 def test_a_wrapped_model_is_refused(pool: Pool) -> None:
