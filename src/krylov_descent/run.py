@@ -163,10 +163,14 @@ class Run:
         self.best: Best | None = None
 
     def __iter__(self) -> Iterator[StepReport]:
+        loop: object = None
         try:
-            yield from self._reports()
-        except GeneratorExit:  # a break, or an error in the loop
-            self._settle_at_close()
+            for report in self._reports():
+                loop = id(sys._getframe().f_back)
+                yield report
+        except GeneratorExit:  # a break, if it is closed where the loop stands; else it is collected at any later time
+            if loop == id(sys._getframe().f_back):
+                self._settle_at_close()
             raise
         self._settle()
 
@@ -237,7 +241,7 @@ class Run:
 
     def _settle_at_close(self) -> None:
         """Settle with a warning in place of an error, which Python would only print where a loop is left."""
-        if self._optimizer.comm.ranks > 1 or sys.is_finalizing():
+        if self._optimizer.comm.ranks > 1:
             return
         try:
             self._settle()

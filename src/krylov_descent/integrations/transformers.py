@@ -235,6 +235,8 @@ _PRECISION = "KSD compares losses and needs them in the parameters' precision: l
 class _StepsBeforehand:
     """An optimizer whose step ``training_step`` has taken before the Trainer calls ``step()``."""
 
+    warns_of_lr = False  # the Trainer always has a scheduler
+
     def step(self, closure: Any = None, sets: Subsets | None = None) -> Any:
         """Take a step with a closure; do nothing without."""
         return None if closure is None else super().step(closure, sets)  # type: ignore[misc]
