@@ -108,7 +108,7 @@ class Subsets(SamplePolicy):
         data: a tensor, a TensorDataset, or a tuple or list of tensors with equal first dimension, which are
             indexed directly and give a tensor or a tuple of tensors; or any map-style dataset, which is
             loaded by a DataLoader.
-        batch_size: the largest number of samples in a micro-batch.
+        batch_size: the largest number of samples in a micro-batch, as many as one forward pass has memory for.
         fraction: the fraction of the samples in B, and in C before growth; None for 1/K.
         gradient_fraction: the fraction of the samples in A.
         seed: any integer.
