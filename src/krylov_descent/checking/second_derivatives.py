@@ -1,18 +1,12 @@
-"""Checks of second derivatives: every operation is twice differentiable, and products are right.
+"""Checks of second derivatives: every operation is twice differentiable.
 
 PyTorch's anomaly mode records, for every node of a graph, the line of code that made it and, for nodes of a backward
 pass, the node that was being differentiated: that leads from a failure back to the forward pass. A trace of module
 calls leads from there to the module.
-
-Letters: z outputs, J = ∂z/∂θ, δ = ∂loss/∂z, g = ∂loss/∂θ, v a direction, h a small step along it.
-
-If the loss is a function of z alone, δ(θ + hv) − δ(θ − hv) ≈ 2h H_L Jv, and Jᵀ of it is 2h Gv: the Gauss–Newton product
-without a second derivative.
 """
 
 from __future__ import annotations
 
-import math
 import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -30,7 +24,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from krylov_descent.checking.finding import Finding
 from krylov_descent.checking.problem import Curvature, Problem, first_line, users_line
 from krylov_descent.curvature import CURVATURES
-from krylov_descent.objective.closure import Evaluation, row_dots, row_scaled
+from krylov_descent.objective.closure import Evaluation
 
 
 class Trace:
@@ -151,14 +145,6 @@ def locate(problem: Problem, curvature: Curvature) -> list[Culprit]:
     return list(dict.fromkeys(found))
 
 
-def custom_functions(problem: Problem) -> list[Culprit]:
-    """Return the custom autograd functions of the closure, the likely cause of a wrong product."""
-    with set_detect_anomaly(True, check_nan=False), traced() as trace:
-        evaluation = problem.evaluate_few()
-    nodes = [node for node in walk([evaluation.loss.grad_fn]) if _is_custom(node)]
-    return list(dict.fromkeys(_culprit(node, trace, problem) for node in nodes))
-
-
 def _first_derivatives(
     evaluation: Evaluation, params: Sequence[Tensor], curvature: Curvature
 ) -> Iterator[tuple[list[Tensor], Sequence[Tensor]]]:
@@ -223,106 +209,6 @@ def _is_custom(node: Node) -> bool:
     return isinstance(node, torch.autograd.function.BackwardCFunction)
 
 
-# Real errors are far larger. Long steps have truncation error, short ones rounding.
-_TOLERANCE, _STEPS = 1e-2, (1e-4, 1e-5, 1e-7, 1e-8, 1e-9)
-_TOLERANCE_IN_SINGLE, _STEPS_IN_SINGLE = 0.1, (3e-2, 1e-2, 3e-3, 1e-3)
-
-
-def _error(problem: Problem, curvature: Curvature) -> tuple[float, float]:
-    """How far the product on few samples, as a step takes it, is off, relative to its size or that of its reference.
-
-    The reference are differences of first derivatives, for the best of some step lengths.
-
-    Returns:
-        The error, and the spread: how far the references of two step lengths are apart. Where kinks (ReLU, max) are
-        crossed, each length gives something else, and none tells of the product.
-    """
-    here = _evaluate(problem)
-    params, v = problem.parameters.params, problem.direction()
-    product = problem.product(curvature, v).double()
-    g = float(_flat(_or_zeros(_grad(here.loss, params), params)).norm())
-    error, spread = math.inf, math.inf
-    last: Tensor | None = None
-    for h in _STEPS if params[0].dtype == torch.float64 else _STEPS_IN_SINGLE:
-        reference = _quotient(problem, curvature, v, here, h)
-        scale = max(float(product.norm()), float(reference.norm()))
-        if scale <= 1e3 * torch.finfo(here.loss.dtype).eps / h * g:
-            break  # nothing but rounding
-        error = min(error, float((product - reference).norm()) / scale)
-        if last is not None:
-            spread = min(spread, float((last - reference).norm()) / scale)
-        if error <= _TOLERANCE:
-            break
-        last = reference
-    return error, spread
-
-
-def _quotient(problem: Problem, curvature: Curvature, v: Tensor, here: Evaluation, h: float) -> Tensor:
-    params = problem.parameters.params
-    with _moved(problem, v, h):
-        there = _derivatives(problem, curvature)
-    with _moved(problem, v, -h):
-        behind = _derivatives(problem, curvature)
-    difference = [(x.double() - y.double()) / (2 * h) for x, y in zip(there, behind, strict=True)]
-    if curvature == "hessian":
-        return _flat(difference)
-    if curvature == "fisher":
-        delta = _or_zeros(_grad(here.loss, here.outputs), here.outputs)
-        s = [row_dots(d.double(), Jv) for d, Jv in zip(delta, difference, strict=True)]
-        if here.aligned:
-            s = [torch.stack(s).sum(0)] * len(s)
-        difference = [row_scaled(d.double(), x) * here.samples for d, x in zip(delta, s, strict=True)]
-    pulled = torch.autograd.grad(
-        here.outputs,
-        params,
-        [x.to(z.dtype) for x, z in zip(difference, here.outputs, strict=True)],
-        retain_graph=True,
-        allow_unused=True,
-    )
-    return _flat(_or_zeros(pulled, params))
-
-
-def _derivatives(problem: Problem, curvature: Curvature) -> Sequence[Tensor]:
-    """Return the terms of a difference: g for the Hessian, δ for Gauss–Newton, z for Fisher."""
-    evaluation = _evaluate(problem)
-    if curvature == "fisher":
-        return [z.detach() for z in evaluation.outputs]
-    inputs = problem.parameters.params if curvature == "hessian" else evaluation.outputs
-    return _or_zeros(_grad(evaluation.loss, inputs), inputs)
-
-
-def _grad(loss: Tensor, inputs: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
-    return torch.autograd.grad(loss, inputs, retain_graph=True, allow_unused=True)
-
-
-def _evaluate(problem: Problem) -> Evaluation:
-    # The fused attention kernels round differently.
-    with sdpa_kernel(SDPBackend.MATH):
-        return problem.evaluate_few()
-
-
-@contextmanager
-def _moved(problem: Problem, v: Tensor, h: float) -> Iterator[None]:
-    """A context at θ + hv; written through .data, so that graphs that hold θ stay valid."""
-    params = problem.parameters.params
-    before = [p.detach().clone() for p in params]
-    try:
-        for p, along in zip(params, problem.parameters.views(v), strict=True):
-            p.data.add_(along.to(p.dtype), alpha=h)
-        yield
-    finally:
-        for p, x in zip(params, before, strict=True):
-            p.data.copy_(x)
-
-
-def _or_zeros(tensors: Sequence[Tensor | None], like: Sequence[Tensor]) -> list[Tensor]:
-    return [torch.zeros_like(y) if x is None else x.detach() for x, y in zip(tensors, like, strict=True)]
-
-
-def _flat(tensors: Sequence[Tensor]) -> Tensor:
-    return torch.cat([x.detach().double().reshape(-1) for x in tensors])
-
-
 # Remedies by the beginning of the autograd node's name.
 _REMEDIES = {
     "EmbeddingBag": "Use nn.Embedding(...) and .mean(1) (or .sum(1)) in its place.",
@@ -369,7 +255,7 @@ def named(problem: Problem) -> Iterator[Finding]:
 def _examined(problem: Problem, kind: Curvature) -> Iterator[Finding]:
     culprits = locate(problem, kind)
     try:
-        error, spread = _error(problem, kind)
+        problem.product(kind, problem.direction())
     except Exception as raised:
         remedy = "The model must be differentiable twice, in the mode in which it is trained."
         detail = f"The product of curvature={kind!r} fails: {first_line(raised)}"
@@ -379,7 +265,6 @@ def _examined(problem: Problem, kind: Curvature) -> Iterator[Finding]:
         yield _with_names(culprits, None)
         return
     yield Finding("twice", "ok", f"every operation differentiates as curvature={kind!r} needs")
-    yield _judged(problem, kind, error, spread)
 
 
 def _works(problem: Problem, kind: Curvature) -> bool:
@@ -408,26 +293,3 @@ def _remedy(culprit: Culprit) -> str:
     if culprit.custom and not culprit.node.startswith("CompiledFunction"):
         return _CUSTOM
     return next((text for start, text in _REMEDIES.items() if culprit.node.startswith(start)), _UNKNOWN)
-
-
-def _judged(problem: Problem, kind: Curvature, error: float, spread: float) -> Finding:
-    dtype = problem.parameters.params[0].dtype
-    how = f"differences in {str(dtype).removeprefix('torch.')}"
-    if error <= (_TOLERANCE if dtype == torch.float64 else _TOLERANCE_IN_SINGLE):
-        return Finding("product", "ok", f"agrees with {how} to {error:.0e}")
-    if not spread <= 0.3 * error < math.inf:
-        detail = f"not told by {how}, which cross too many kinks (ReLU, max) or are rounding alone"
-        return Finding("product", "ok", detail)
-    detail = f"The {kind!r} product is off by {error:.0%} against {how}."
-    if not problem.deterministic:
-        return Finding("product", "warn", f"{detail} The closure is random, which may explain it.")
-    if kind == "ggn" and problem.bypass > 0:
-        return Finding(
-            "product", "warn", f"{detail} Part of the loss does not pass through the outputs, which may be why."
-        )
-    custom = custom_functions(problem)
-    if custom:
-        suspects = "; ".join(map(str, custom))
-        return Finding("product", "fail", f"{detail} Most likely the derivative of {suspects}.", _CUSTOM)
-    remedy = "Leave out parts of the model to find the operation whose derivative is wrong."
-    return Finding("product", "fail", detail, remedy)

@@ -16,7 +16,7 @@ from torch import nn
 
 from krylov_descent.distributed import run_on_all
 from krylov_descent.objective.closure import Evaluation, require_outputs
-from krylov_descent.objective.drop_in import beside
+from krylov_descent.objective.drop_in import outside
 from krylov_descent.objective.objective import FORWARD, PROBE, Objective
 from krylov_descent.safety.footprint import Footprint
 from krylov_descent.samples.interface import Microbatch, StepSets
@@ -219,7 +219,7 @@ def bypass(objective: Objective, evaluation: Evaluation) -> float:
     """Return the part of ∂loss/∂θ, by norm, outside of Jᵀ ∂loss/∂z of the outputs z; 0 if it is rounding."""
     require_outputs(evaluation, "This curvature ('ggn' or 'fisher')")
     objective.sample_gradients += 2 * PROBE * evaluation.samples
-    return beside(evaluation.loss, evaluation.outputs, objective.parameters.params)
+    return outside(evaluation.loss, evaluation.outputs, objective.parameters.params)
 
 
 def bypass_text(part: float) -> str:

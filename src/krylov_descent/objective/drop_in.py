@@ -158,7 +158,7 @@ class Form:
         if self._outputs is not None and self._fits(call):
             kind, places, _ = self._outputs
             outputs = [x for i in places if (x := call.noted[kind][i]) is not None]
-            if (part := beside(loss, outputs, params)) > 0:
+            if (part := outside(loss, outputs, params)) > 0:
                 raise _not_found(part)
         else:
             self._outputs = _choose(call, loss, samples, params)
@@ -204,7 +204,7 @@ def _choose(
         places = _last(found, loss, params, _rows if kind == 0 else _several)
         if not places:
             continue
-        left = beside(loss, [found[i] for i in places], params)
+        left = outside(loss, [found[i] for i in places], params)
         if not left > 0:
             return kind, places, len(noted)
     raise _not_found(left)
@@ -243,7 +243,7 @@ def _several(x: Tensor) -> int:
     return min(2, x.numel())
 
 
-def beside(loss: Tensor, outputs: Sequence[Tensor], params: Sequence[Tensor]) -> float:
+def outside(loss: Tensor, outputs: Sequence[Tensor], params: Sequence[Tensor]) -> float:
     """Return the part of ∂loss/∂θ, by norm, outside of Jᵀ ∂loss/∂z of the outputs z; 0 if it is rounding.
 
     Raises:
