@@ -1,8 +1,8 @@
 """Measure both optimizers against the bare engine and against others: `python -m benchmarks [section ...]`.
 
 Every figure is a ratio of times taken in turn within one run: medians, and quartiles in brackets. Sections: products,
-fisher, kronecker, step, memory, growth, flow, ranks; without a name, all of them (about three quarters of an hour
-on two cores; --quick: a quarter). A section's results are added to the JSON file as soon as they are known.
+fisher, kronecker, step, memory, growth, flow, ranks, least_squares; without a name, all of them (about three quarters
+of an hour on two cores; --quick: a quarter). A section's results are added to the JSON file as soon as they are known.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 from experiments.supervised.curves import curves
 from experiments.supervised.networks import autoencoder
 
-from benchmarks import fisher, flow, growth, kronecker, memory, problems, products, ranks, step
+from benchmarks import fisher, flow, growth, kronecker, least_squares, memory, problems, products, ranks, step
 from benchmarks.problems import Problem
 from benchmarks.timing import Ratio
 
@@ -106,6 +106,11 @@ def run_ranks(quick: bool) -> dict[str, Any]:
     return ranks.measure(quick)
 
 
+def run_least_squares(quick: bool) -> dict[str, Any]:
+    """Calls of the residuals by least_squares and by SciPy's."""
+    return least_squares.measure(quick=quick)
+
+
 SECTIONS: dict[str, Callable[[bool], dict[str, Any]]] = {
     "products": run_products,
     "fisher": run_fisher,
@@ -115,6 +120,7 @@ SECTIONS: dict[str, Callable[[bool], dict[str, Any]]] = {
     "growth": run_growth,
     "flow": run_flow,
     "ranks": run_ranks,
+    "least_squares": run_least_squares,
 }
 
 

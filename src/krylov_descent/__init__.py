@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from krylov_descent.flow.optimizer import GaussNewtonFlow
 from krylov_descent.krylov.search import ModelSearch, Search
+from krylov_descent.least_squares import LeastSquaresResult, least_squares
 from krylov_descent.optimizer import DEEP, KSD, PAPER
 from krylov_descent.preconditioners.fisher import Fisher
 from krylov_descent.preconditioners.kronecker import Kronecker
@@ -33,6 +34,7 @@ __all__ = [
     "GaussNewtonFlow",
     "Growing",
     "Kronecker",
+    "LeastSquaresResult",
     "ModelSearch",
     "Progress",
     "Run",
@@ -43,6 +45,7 @@ __all__ = [
     "Storage",
     "Subsets",
     "check",
+    "least_squares",
 ]
 
 
