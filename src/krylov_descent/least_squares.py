@@ -90,9 +90,9 @@ def least_squares(
     optimizer = KSD(problem.unknowns, krylov_dim=_DIMENSION, preconditioner=None, search=search)
     nit = 0
     while True:
-        before, problem.finite = problem.point(), True
+        before, problem.finite = parameters_to_vector(problem.unknowns).detach(), True
         report, nit = optimizer.step(problem.closure), nit + 1
-        success, message = _end(report, problem.finite, before, problem.point(), tol)
+        success, message = _end(report, problem.finite, before, parameters_to_vector(problem.unknowns).detach(), tol)
         if not message and nit == _STEPS:
             message = f"{nit} steps were taken without meeting tol={tol!r}. Call least_squares again from x."
         if message or callback is not None:
@@ -123,14 +123,7 @@ def _end(report: StepReport, finite: bool, before: Tensor, x: Tensor, tol: float
 
 
 class _Problem:
-    """The unknowns, and the closure of their residuals for an optimizer.
-
-    Attributes:
-        unknowns: the tensors of x.
-        finite: whether the last costs were finite.
-    """
-
-    finite = True
+    """The unknowns, and the closure of their residuals for an optimizer."""
 
     def __init__(self, residuals: Callable[[Any], Any], x0: Any) -> None:
         leaves, self._structure = pytree.tree_flatten(x0)
@@ -138,6 +131,7 @@ class _Problem:
         if len(kinds := {f"{leaf.dtype} on {leaf.device}" for leaf in leaves}) > 1:
             raise ValueError(f"x0 mixes {' and '.join(sorted(kinds))}. Convert its tensors to one dtype and device.")
         self.unknowns = [leaf.detach().clone(memory_format=torch.contiguous_format).requires_grad_() for leaf in leaves]
+        self.finite = True  # the costs of the last step
         self._residuals, self._nfev = residuals, 0
         with torch.enable_grad():
             loss, r = self.closure()
@@ -154,7 +148,6 @@ class _Problem:
             )
 
     def _evaluate(self) -> tuple[Any, list[Tensor]]:
-        """Call the residuals; return them and their tensors."""
         self._nfev += 1
         found = self._residuals(pytree.tree_unflatten(self.unknowns, self._structure))
         leaves = pytree.tree_leaves(found)
@@ -168,10 +161,6 @@ class _Problem:
         self.finite &= bool(loss.isfinite())
         return loss, r
 
-    def point(self) -> Tensor:
-        """Return a copy of x as one vector."""
-        return parameters_to_vector(self.unknowns).detach()
-
     def result(self, success: bool, message: str, nit: int) -> LeastSquaresResult:
         """Return the result at the present point."""
         with torch.enable_grad():  # the residuals may differentiate inside
@@ -183,11 +172,7 @@ class _Problem:
 
 
 def _require_real(what: str, leaves: list[Any]) -> None:
-    """Require floating-point tensors with at least one number.
-
-    Raises:
-        ValueError: there are others, or none.
-    """
+    """Require floating-point tensors with at least one number."""
     for leaf in leaves:
         if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
             found = f"a tensor of {leaf.dtype}" if isinstance(leaf, Tensor) else f"{leaf!r} ({type(leaf).__name__})"
