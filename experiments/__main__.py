@@ -1,4 +1,4 @@
-"""The studies: ``python -m experiments {run,tune,study,pack,table,figure,pca,pinn,deep} --help``.
+"""The studies: ``python -m experiments {run,tune,study,pack,table,figure,pca,pinn,deep,unseen} --help``.
 
 Those without a name of their own are the paper's.
 """
@@ -16,6 +16,7 @@ from experiments.common.packed import pack
 from experiments.deep.commands import Deep
 from experiments.paper.commands import RESULTS, Figure, Pca, Run, Study, Table, Tune
 from experiments.pinn.commands import Pinn
+from experiments.unseen.commands import Unseen
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +33,7 @@ class Pack:
 
 def main(arguments: list[str] | None = None) -> None:
     """Read the command line and do it; mistakes of the user end with their message alone."""
-    command = Run | Tune | Study | Pack | Table | Figure | Pca | Pinn | Deep
+    command = Run | Tune | Study | Pack | Table | Figure | Pca | Pinn | Deep | Unseen
     options = tyro.cli(command, prog="python -m experiments", description=__doc__, args=arguments)
     try:
         options.execute()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,9 +15,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from krylov_descent import KSD, CheckReport, Finding, Subsets, check
-from krylov_descent.checking.problem import Names, Problem
-from krylov_descent.checking.resources import estimate
-from krylov_descent.checking.restore import as_found
 from tests import problems
 from tests.objective.test_consistency import cross_entropy, network
 
@@ -393,7 +389,7 @@ def test_no_false_alarm(name: str, dtype: torch.dtype) -> None:
     else:
         report = check(problem.closure, problem.model, Subsets(data, batch_size=16, seed=0), curvature=curvature)
     assert {f.status for f in report.findings} == {"ok"}, str(report)
-    assert {"memory", "time", "fisher", "twice", "closure"} <= {f.name for f in report.findings}
+    assert {"memory", "fisher", "twice", "closure"} <= {f.name for f in report.findings}
 
 
 def test_kinks_of_relu_and_pooling_are_no_alarm() -> None:
@@ -443,34 +439,6 @@ def test_memory_and_the_line_that_fits() -> None:
     assert isinstance(namespace["optimizer"], KSD)
     namespace["optimizer"].step(closure, sets())  # its budget holds the basis
     assert failed(check(closure, model, sets(), available_memory=1000)) == {"memory"}
-
-
-@pytest.mark.nightly
-def test_time_is_estimated_within_a_factor_of_three() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(200, 300), nn.Tanh(), nn.Linear(300, 10))
-    data = torch.randn(4000, 200), torch.randint(0, 10, (4000,))
-    of_many = Subsets(data, batch_size=500, seed=0)
-    closure = cross_entropy(model)
-    names = Names(model)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with as_found(model, names.parameters) as buffers:
-            problem = Problem(closure, names, of_many, 20, "ggn", buffers)
-            problem.load()
-            problem.evaluation = problem.objective.evaluate(problem.batch)
-            # The processor's seconds: those of the wall depend on who else is at work.
-            expected = sum(estimate(problem, time.process_time))
-        optimizer = KSD(model.parameters())
-        optimizer.step(closure, of_many)
-        start = time.process_time()
-        for _ in range(3):
-            optimizer.step(closure, of_many)
-        measured = (time.process_time() - start) / 3
-    finally:
-        torch.set_num_threads(threads)
-    assert measured / 3 < expected < 3 * measured
 
 
 def test_advice_on_precision() -> None:

@@ -318,6 +318,25 @@ def test_the_method_that_check_advises_can_be_trained_with(
     assert losses(directory / "ksd-run" / "log.jsonl") == losses(directory / "whole" / "log.jsonl")
 
 
+def test_a_trial_and_its_picture(directory: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+    assert main(["check", "problem:solution", "--try", "0.05s", "--picture", "tried.png"]) == 0
+    shown = capsys.readouterr()
+    assert "\n→ " in shown.out
+    assert "Adam → L-BFGS" in shown.out
+    if importlib.util.find_spec("matplotlib"):
+        assert "tried.png: the losses" in shown.err
+        assert (directory / "tried.png").stat().st_size > 10_000
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main(["check", "problem:solution", "--try", "0.05", "--json"]) == 0
+    shown = capsys.readouterr()
+    assert len(json.loads(shown.out)["trial"]) == 6
+    assert "pip install 'krylov-descent[plot]'" in shown.err
+    assert not (directory / "trial.png").exists()
+    for wrong in ("soon", "0s"):
+        assert main(["check", "problem:solution", "--try", wrong]) == 2
+        assert wrong.removesuffix("s") in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("option", [("--krylov-dim", "5"), ("--curvature", "hessian")])
 def test_options_of_ksd_do_not_go_with_the_flow(
     directory: Path, capsys: pytest.CaptureFixture[str], option: tuple[str, str]

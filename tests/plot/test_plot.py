@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import math
 import subprocess
@@ -27,7 +28,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import StepPatch
 
-from krylov_descent import KSD, GaussNewtonFlow, plot
+from krylov_descent import KSD, CheckReport, GaussNewtonFlow, plot
+from krylov_descent.checking.finding import TrialRow
 from krylov_descent.writers import JSONLWriter
 
 Closure = Callable[..., Any]
@@ -411,3 +413,33 @@ def regression(dtype: torch.dtype = torch.float64, **settings: Any) -> tuple[KSD
         return r.square().mean(), r
 
     return KSD(model.parameters(), krylov_dim=5, **settings), closure, model
+
+
+def row(name: str, line: str, end: float, expected: float) -> TrialRow:
+    return TrialRow(name, line, 8.0, 80, 1.0, end, expected, ((0.0, 1.0), (2.0, 0.5), (8.0, end)))
+
+
+def test_a_trial_has_a_curve_a_way_on_and_a_label_for_each_method_that_ended() -> None:
+    ours, rivals = "from krylov_descent import KSD", "import torch"
+    rows = (
+        row("KSD", ours, 1e-3, 1e-5),
+        row("Adam, lr 0.001", rivals, 1e-2, 2e-3),
+        row("Adam, lr 0.01", rivals, 1e-2, 2.1e-3),
+        row("Adam, lr 0.0001", rivals, math.nan, math.nan),
+    )
+    ax = plot.trial(CheckReport((), ours, rows))
+    lines = ax.get_lines()
+    assert [np.asarray(line.get_xydata()).tolist() for line in lines[:2]] == [
+        [[2.0, 0.5], [8.0, 1e-3]],
+        [[8.0, 1e-3], [24.0, 1e-5]],
+    ]
+    labels = {text.get_text(): text for text in ax.texts}
+    assert list(labels) == ["KSD", "Adam, lr 0.001", "Adam, lr 0.01"]
+    assert labels["KSD"].get_color() == lines[0].get_color() != labels["Adam, lr 0.01"].get_color()
+    assert labels["Adam, lr 0.01"].get_color() == labels["Adam, lr 0.001"].get_color()
+    heights = [text.get_position()[1] for text in labels.values()]
+    assert min(b - a for a, b in itertools.pairwise(heights)) > 0.05
+    assert ax.get_yscale() == "log"
+    assert plot.trial(CheckReport((), ours, (row("KSD", ours, -1.0, -2.0),))).get_yscale() == "linear"
+    with pytest.raises(ValueError, match="try_seconds"):
+        plot.trial(CheckReport((), ours))

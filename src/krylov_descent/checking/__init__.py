@@ -1,7 +1,8 @@
-"""``check`` finds mistakes, slow parts and lack of memory before a training run; it takes no step."""
+"""``check`` finds mistakes, slow parts and lack of memory before a training run, and tries optimizers if asked to."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any, cast
 
@@ -11,11 +12,12 @@ from torch import nn
 from krylov_descent.base import whole
 from krylov_descent.checking.advice import choice, line
 from krylov_descent.checking.closure import call, carried, consistency, load, outputs, precision, trained, unready
-from krylov_descent.checking.finding import CheckReport, Finding, split_remedy
+from krylov_descent.checking.finding import CheckReport, Finding, TrialRow, split_remedy
 from krylov_descent.checking.problem import Curvature, Names, Problem, first_line
-from krylov_descent.checking.resources import fisher, memory, timing
+from krylov_descent.checking.resources import fisher, memory
 from krylov_descent.checking.restore import as_found
 from krylov_descent.checking.second_derivatives import named, twice
+from krylov_descent.checking.trial import tried
 from krylov_descent.curvature import CURVATURES
 from krylov_descent.objective.closure import no_inference_mode
 
@@ -28,11 +30,15 @@ def check(
     krylov_dim: int = 20,
     curvature: Curvature = "ggn",
     available_memory: int | None = None,
+    try_seconds: float | None = None,
 ) -> CheckReport:
     """Look for everything that would make training with KSD or GaussNewtonFlow fail, go wrong silently, or take long.
 
     A mistake in the closure, the model or the data becomes a finding, never an error. Parameters, ``.grad``, buffers
-    and random number generators are restored. A check takes about as long as a step; with sets, less.
+    and random number generators are restored. A check takes about as long as a step; with sets, less. No step is taken,
+    unless ``try_seconds`` asks for a trial: if nothing failed, KSD, GaussNewtonFlow where it fits, Adam with three
+    learning rates, and L-BFGS after Adam (without sets) or ``DEEP`` with growing sets each run for that long from the
+    same weights, and the line to paste is that of the best.
 
     Args:
         closure: as for ``KSD.step``; closure and model may be given in either order.
@@ -41,12 +47,13 @@ def check(
         krylov_dim: as for ``KSD``.
         curvature: as for ``KSD``.
         available_memory: the bytes that a step may take; by default the system's free memory.
+        try_seconds: the processor seconds that each method is tried for; None for advice without a trial.
 
     Returns:
         The findings and the line to paste; ``str(report)`` is a table.
 
     Raises:
-        ValueError: ``krylov_dim`` or ``curvature`` is invalid.
+        ValueError: ``krylov_dim``, ``curvature`` or ``try_seconds`` is invalid.
 
     Example:
         >>> import torch
@@ -68,6 +75,8 @@ def check(
         raise ValueError(f"krylov_dim={krylov_dim}: must be a whole number ≥ 1; the paper's is 20.")
     if curvature not in CURVATURES:
         raise ValueError(f"curvature={curvature!r}: must be one of {sorted(CURVATURES)}.")
+    if try_seconds is not None and not 0 < try_seconds < math.inf:
+        raise ValueError(f"try_seconds={try_seconds!r}: must be a number of seconds > 0, such as 20, or None.")
     if isinstance(closure, nn.Module) and not isinstance(model, nn.Module):
         closure, model = cast(Callable[..., Any], model), closure
     names = Names(model if isinstance(model, nn.Module) else list(cast(Iterable[Any], model)))
@@ -85,7 +94,11 @@ def check(
         else:
             with problem.full_precision():
                 findings += _findings(problem, available_memory)
-    return CheckReport(tuple(findings), line(names, krylov_dim, curvature, problem))
+                if problem.room is not None:
+                    sound = all(finding.status != "fail" for finding in findings)
+                    findings += _advice(problem, try_seconds if sound else None)
+    trial = () if problem is None else problem.trial
+    return CheckReport(tuple(findings), line(names, krylov_dim, curvature, problem), trial)
 
 
 def _findings(problem: Problem, available_memory: int | None) -> Iterator[Finding]:
@@ -107,8 +120,14 @@ def _findings(problem: Problem, available_memory: int | None) -> Iterator[Findin
     yield from _without_raising("twice", twice(problem))
     yield from _without_raising("fisher", fisher(problem))
     yield from _without_raising("memory", memory(problem, available_memory))
-    yield from _without_raising("time", timing(problem))
-    yield from _without_raising("method", choice(problem))
+
+
+def _advice(problem: Problem, try_seconds: float | None) -> Iterator[Finding]:
+    """Yield the method to begin with and the time of its steps, by a trial, or the method alone by rules."""
+    if try_seconds is not None:
+        yield from _without_raising("trial", tried(problem, try_seconds))
+    if problem.winner is None:
+        yield from _without_raising("method", choice(problem))
 
 
 def _without_raising(name: str, findings: Iterator[Finding]) -> Generator[Finding, None, bool]:
@@ -124,4 +143,4 @@ def _without_raising(name: str, findings: Iterator[Finding]) -> Generator[Findin
     return failed
 
 
-__all__ = ["CheckReport", "Finding", "check"]
+__all__ = ["CheckReport", "Finding", "TrialRow", "check"]

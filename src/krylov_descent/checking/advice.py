@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from krylov_descent.checking.finding import Finding, bytes_in_words, split_remedy
 from krylov_descent.checking.problem import Curvature, Names, Problem
@@ -19,7 +17,7 @@ _MOSTLY = 0.5  # the largest share of them that may take a backward pass each
 
 def choice(problem: Problem) -> Iterator[Finding]:
     """Yield the advised method, with the reason."""
-    if problem.working is None or problem.room is None:
+    if problem.working is None:
         return
     if problem.draw.grows:
         problem.line["**DEEP"] = ""
@@ -32,7 +30,7 @@ def choice(problem: Problem) -> Iterator[Finding]:
         )
         return
     numel, dtype = problem.parameters.numel, problem.parameters.dtype
-    why = _against(problem) or against_flow(numel, dtype, problem.room) or _unusable(problem)
+    why = unfit(problem) or against_flow(numel, dtype, problem.room) or _unusable(problem)
     if why is not None:
         yield Finding("method", "ok", f"KSD: {why}")
         return
@@ -40,16 +38,16 @@ def choice(problem: Problem) -> Iterator[Finding]:
     yield Finding(
         "method",
         "ok",
-        "GaussNewtonFlow: the closure differentiates the network, every step sees all residuals, and "
+        "GaussNewtonFlow: the loss is a mean of squares, every step sees all residuals, and "
         f"{bytes_in_words(sketch_bytes(ROWS, numel, dtype))} hold a sketch of them; on physics-informed "
-        "networks, its many cheap steps along the Gauss–Newton flow end lower",
+        "networks, its many cheap steps along the Gauss–Newton flow end lower; a trial (try_seconds) tells here",
         "GaussNewtonFlow(model.parameters()). Where the loss on other points is far above this one, as at sharp "
         "fronts, draw new points every few steps, or take KSD.",
     )
 
 
-def _against(problem: Problem) -> str | None:
-    """Return a property of the problem that speaks against the flow, or None."""
+def unfit(problem: Problem) -> str | None:
+    """Return a property of the problem that rules the flow out, or None."""
     if problem.sets is not None:
         return "GaussNewtonFlow was measured where every step sees all samples, and not with sets"
     if problem.bypass > 0:
@@ -58,29 +56,7 @@ def _against(problem: Problem) -> str | None:
         return f"GaussNewtonFlow draws rows of the Gauss–Newton matrix, and not of curvature={problem.working!r}"
     if not _least_squares(problem):
         return "GaussNewtonFlow wins on least squares, and this loss is not quadratic in the outputs"
-    if not _differentiates(problem):
-        return "of fits without derivatives of the network, either method wins some; try GaussNewtonFlow too"
     return None
-
-
-class _Differentiations(TorchFunctionMode):
-    """A mode that counts calls of ``torch.autograd.grad``."""
-
-    count = 0
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Iterable[Any], args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
-        self.count += func is torch.autograd.grad
-        return func(*args, **(kwargs or {}))
-
-
-def _differentiates(problem: Problem) -> bool:
-    """Whether the closure itself calls ``torch.autograd.grad``, as for physics-informed networks."""
-    calls = _Differentiations()
-    with calls:
-        problem.objective.evaluate(problem.batch)
-    return calls.count > 0
 
 
 def _least_squares(problem: Problem) -> bool:
@@ -124,12 +100,18 @@ def _unusable(problem: Problem) -> str | None:
     return "most rows of the sketch of GaussNewtonFlow would take a backward pass each here, which is slow"
 
 
+def flow_line(names: Names) -> str:
+    """Return the line of GaussNewtonFlow."""
+    return f"from krylov_descent import GaussNewtonFlow\n\noptimizer = GaussNewtonFlow({names.argument})"
+
+
 def line(names: Names, krylov_dim: int, curvature: Curvature, problem: Problem | None) -> str:
     """Return the line to paste, from the arguments of ``check`` and its findings."""
-    params = "params" if names.model is None else "model.parameters()"
+    if problem is not None and problem.winner is not None:
+        return problem.winner.line
     if problem is not None and problem.flow:
-        return f"from krylov_descent import GaussNewtonFlow\n\noptimizer = GaussNewtonFlow({params})"
-    arguments = [(params, "")]
+        return flow_line(names)
+    arguments = [(names.argument, "")]
     deep = problem is not None and "**DEEP" in problem.line
     if krylov_dim != 20 and not deep:  # DEEP has its own
         arguments.append(("krylov_dim", str(krylov_dim)))

@@ -1,4 +1,4 @@
-"""The findings of a check, and their report as text or JSON."""
+"""The findings of a check, the methods of its trial, and their report as text or JSON."""
 
 from __future__ import annotations
 
@@ -38,12 +38,37 @@ class Finding:
 
 
 @dataclass(frozen=True)
+class TrialRow:
+    """One method of a trial.
+
+    Attributes:
+        name, line: the method, and the lines to paste for it.
+        seconds, steps: the processor seconds that it ran, and the steps that it took.
+        loss_before, loss_after: the losses at its start and end; the latter NaN if it raised or was not finite.
+        expected: the loss to be expected after three times the trial.
+        curve: seconds and losses, from the start to the end.
+        note: the error that it raised, or "".
+    """
+
+    name: str
+    line: str
+    seconds: float
+    steps: int
+    loss_before: float
+    loss_after: float
+    expected: float
+    curve: tuple[tuple[float, float], ...]
+    note: str = ""
+
+
+@dataclass(frozen=True)
 class CheckReport:
     """All findings of a check; ``str(report)`` is a table.
 
     Attributes:
         findings: the findings, in the order of the checks.
-        line: the imports, and the ``KSD(...)`` or ``GaussNewtonFlow(...)`` to paste.
+        line: the imports and the optimizer to paste.
+        trial: the methods that were tried, those with the fewest settings first; empty without a trial.
 
     Example:
         >>> from krylov_descent import CheckReport, Finding
@@ -54,6 +79,7 @@ class CheckReport:
 
     findings: tuple[Finding, ...]
     line: str
+    trial: tuple[TrialRow, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -62,7 +88,9 @@ class CheckReport:
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values, ready for JSON."""
-        return {"ok": self.ok, "findings": [asdict(finding) for finding in self.findings], "line": self.line}
+        findings = [asdict(finding) for finding in self.findings]
+        trial = [{k: None if x != x else x for k, x in asdict(row).items()} for row in self.trial]
+        return {"ok": self.ok, "findings": findings, "line": self.line, "trial": trial}
 
     @property
     def verdict(self) -> str:
@@ -74,7 +102,14 @@ class CheckReport:
 
     def __str__(self) -> str:
         width = min(120, max(60, shutil.get_terminal_size((100, 24)).columns))
-        return "\n".join([*(_row(finding, width) for finding in self.findings), "", self.verdict, "", self.line])
+        rows = [_row(finding, width) for finding in self.findings]
+        if self.trial:
+            rows += ["", f"  {'trial':<22}{'steps':>9}{'loss':>11}{'expected':>11}"]
+        for row in self.trial:
+            losses = ("—" if x != x else f"{x:.3g}" for x in (row.loss_after, row.expected))
+            text = "{:<22}{:>9,}{:>11}{:>11}  {}".format(row.name, row.steps, *losses, row.note)
+            rows.append(f"{'→' if row.line == self.line else ' '} {text}"[:width].rstrip())
+        return "\n".join([*rows, "", self.verdict, "", self.line])
 
 
 def _row(finding: Finding, width: int) -> str:

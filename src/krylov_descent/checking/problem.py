@@ -6,7 +6,7 @@ import functools
 import os
 import re
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal
@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from krylov_descent.checking.finding import TrialRow
 from krylov_descent.curvature import CURVATURES, CurvatureProduct
 from krylov_descent.objective.closure import Evaluation
 from krylov_descent.optimizer import KSD
@@ -36,11 +37,13 @@ class Names:
 
     Attributes:
         model: the model, or None.
+        argument: the first argument of an optimizer in a line to paste.
         parameters: all parameters in order, frozen ones included.
     """
 
     def __init__(self, model: nn.Module | Iterable[Any]) -> None:
         self.model = model if isinstance(model, nn.Module) else None
+        self.argument = "params" if self.model is None else "model.parameters()"
         self._modules: dict[int, str] = {}
         named: list[tuple[str, Tensor]]
         if isinstance(model, nn.Module):
@@ -133,7 +136,7 @@ class Problem:
         natural: the objective of the unchanged closure.
         objective: the objective of a closure with the same random numbers and buffers at every call, so that later
             checks are meaningful even if those for dropout or BatchNorm failed.
-        krylov_dim, curvature, sets: arguments of ``check``.
+        closure, krylov_dim, curvature, sets: arguments of ``check``.
         draw: the sets of the first step.
         batch: the small batch of most checks; without sets, all samples.
         few: some samples of it, for expensive checks and finite differences; without sets, all samples.
@@ -146,6 +149,8 @@ class Problem:
         room: the bytes that a step may take beside the graphs of B; None before the memory was checked.
         line: arguments of ``KSD`` that differ from the defaults.
         flow: whether to begin with ``GaussNewtonFlow`` in place of KSD.
+        trial: the methods that were tried.
+        winner: the one of them that is advised.
     """
 
     batch: Microbatch
@@ -163,7 +168,8 @@ class Problem:
         buffers: Footprint,
     ) -> None:
         self.names, self.krylov_dim, self.curvature = names, krylov_dim, curvature
-        self.sets = None if sets is None else policy_of(sets)
+        self.sets: Any = None if sets is None else policy_of(sets)
+        self.closure = closure
         self.optimizer = KSD(names.parameters, krylov_dim=krylov_dim, curvature=curvature)
         self.parameters = self.optimizer._parameters()
         self.natural = self.optimizer._objective(closure, sets, self.parameters)
@@ -177,6 +183,8 @@ class Problem:
         self.room: int | None = None
         self.line: dict[str, str] = {}
         self.flow = False
+        self.trial: tuple[TrialRow, ...] = ()
+        self.winner: TrialRow | None = None
 
     def load(self) -> None:
         """Draw the sets of the first step, and load a small batch."""
@@ -198,22 +206,14 @@ class Problem:
             evaluation = self.objective.evaluate(self.few)
         return evaluation
 
-    @property
-    def samples(self) -> dict[str, int]:
-        """The numbers of samples in A, B and C; without sets, those of the closure."""
-        return dict(self.draw.sizes) or dict.fromkeys("ABC", self.evaluation.samples)
-
-    def first_microbatch(self, of: Literal["A", "B", "C"]) -> tuple[Microbatch, int]:
-        """Return a micro-batch of a set, as large as those of a step, and their number in the set."""
+    def first_of_b(self) -> tuple[Microbatch, int]:
+        """Return a micro-batch of B, as large as those of a step, and their number."""
         a = self.draw.a
         if not isinstance(self.sets, Subsets) or not isinstance(a, Stream):
-            batches = {"A": self.draw.a, "B": self.draw.b, "C": self.draw.c}[of]
-            return next(iter(batches)), len(batches) if isinstance(batches, Sized) else 1
-        number = -(-self.samples[of] // a.sample_set.batch_size)
+            return next(iter(self.draw.b)), len(self.draw.b)
+        number = -(-self.draw.sizes["B"] // a.sample_set.batch_size)
         # As many shards as micro-batches, so that only the first is loaded.
-        first = self.sets.draw(0, krylov_dim=self.krylov_dim, of_shards=number)
-        batches = {"A": first.a, "B": first.b, "C": first.c}[of]
-        return next(iter(batches)), number
+        return self.sets.draw(0, krylov_dim=self.krylov_dim, of_shards=number).b[0], number
 
     def direction(self) -> Tensor:
         """Return a random vector [P] with entries about as large as those of each parameter."""

@@ -1,10 +1,8 @@
-"""Checks of the cost of a step: memory, time, and exact rules of the preconditioner."""
+"""Checks of the cost of a step: memory, and exact rules of the preconditioner."""
 
 from __future__ import annotations
 
-import statistics
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -29,7 +27,7 @@ def memory(problem: Problem, available: int | None) -> Iterator[Finding]:
         return
     deep = problem.draw.grows  # then the line to paste has **DEEP: K = 1, and factors
     chosen = 1 if deep else problem.krylov_dim
-    batch, parts = problem.first_microbatch("B")
+    batch, parts = problem.first_of_b()
     kind = CURVATURES[problem.working]
     product = CurvatureProduct(kind, problem.objective, [batch], memory_budget=_ANYTHING)
     graphs, factors = product.kept_bytes * parts, step_bytes(problem.objective)
@@ -89,60 +87,8 @@ def _beyond(problem: Problem, need: Need, detail: str) -> Finding:
     return Finding("memory", "warn" if fits else "fail", f"{detail}: the basis does not fit", remedy)
 
 
-_EVALUATIONS = 25  # the typical number of evaluations in a search
-_ENOUGH = 0.05  # seconds after which a measurement ends
-_LONG = 0.5  # seconds beyond which warm-up is negligible
-
-
-def timing(problem: Problem) -> Iterator[Finding]:
-    """Report the estimated time of a step by phase."""
-    if problem.working is None:
-        return
-    gradient, basis, search = estimate(problem)
-    yield Finding(
-        "time",
-        "ok",
-        f"estimated {_in_words(gradient + basis + search)} a step of KSD: gradient {_in_words(gradient)}, "
-        f"basis {_in_words(basis)}, search {_in_words(search)} ({_EVALUATIONS} evaluations)",
-    )
-
-
-def estimate(problem: Problem, clock: Callable[[], float] = time.perf_counter) -> tuple[float, float, float]:
-    """Return the seconds of a step's gradient, basis and search, from one micro-batch of each set."""
-    objective = problem.objective
-    assert problem.working is not None
-    a, parts_of_A = problem.first_microbatch("A")
-    b, parts_of_B = problem.first_microbatch("B")
-    c, parts_of_C = problem.first_microbatch("C")
-    v = problem.direction()
-    product = CurvatureProduct(CURVATURES[problem.working], objective, [b])
-    of_A, of_B, of_C = (
-        _seconds(work, problem.parameters.device, clock)
-        for work in (
-            lambda: _statistics(problem, a) if problem.evaluation.outputs else objective.value_and_gradient([a]),
-            lambda: product(v),
-            lambda: objective.differentiate([c], along=v).gradient(),
-        )
-    )
-    products = min(problem.krylov_dim, problem.parameters.count) + 2  # building the graphs takes as long as one
-    return parts_of_A * of_A, products * parts_of_B * of_B, _EVALUATIONS * parts_of_C * of_C
-
-
-def _seconds(work: Callable[[], object], device: torch.device, clock: Callable[[], float]) -> float:
-    """Return the median time of some runs after a warm-up run; the warm-up's own time if that is long."""
-    laps: list[float] = []
-    while len(laps) < 2 or (sum(laps) < _ENOUGH and len(laps) < 10):
-        start = clock()
-        work()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        laps.append(clock() - start)
-        if laps[0] > _LONG:
-            return laps[0]
-    return statistics.median(laps[1:])
-
-
-def _in_words(seconds: float) -> str:
+def in_words(seconds: float) -> str:
+    """Return seconds in a readable unit."""
     if seconds < 1e-3:
         return "under 1 ms"
     return f"{seconds * 1e3:.0f} ms" if seconds < 1 else f"{seconds:.3g} s"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 
@@ -51,16 +51,30 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _check(command: Check) -> int:
+    from krylov_descent import plot
     from krylov_descent.checking import check
 
     target = load(command.target)
     try:
+        seconds = None if command.try_for is None else float(command.try_for.removesuffix("s"))
         report = check(
-            target.closure, target.model, target.sets, krylov_dim=command.krylov_dim, curvature=command.curvature
+            target.closure,
+            target.model,
+            target.sets,
+            krylov_dim=command.krylov_dim,
+            curvature=command.curvature,
+            try_seconds=seconds,
         )
     except ValueError as error:
         raise UsageError(str(error), "krylov-descent check --help") from error
     say(json.dumps(report.as_dict(), indent=2, ensure_ascii=False) if command.json else str(report))
+    if report.trial:
+        try:
+            figure: Any = plot.trial(report).figure
+            figure.savefig(command.picture)
+            sys.stderr.write(f"\n{command.picture}: the losses of the trial\n")
+        except (ImportError, ValueError, OSError) as error:
+            sys.stderr.write(f"\nThe trial could not be drawn: {error}\n")
     return 0 if report.ok else 1
 
 

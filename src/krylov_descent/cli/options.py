@@ -11,7 +11,7 @@ import tyro
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """Look for everything that would make training fail, go wrong silently, or take long; no step is taken."""
+    """Look for everything that would make training fail, go wrong silently, or take long; no step without --try."""
 
     target: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="TARGET")]]
     """module:function, found from the current directory; it returns (model, closure) or (model, closure, sets)."""
@@ -19,6 +19,10 @@ class Check:
     """K, the Krylov vectors of a step."""
     curvature: Literal["ggn", "hessian", "fisher"] = "ggn"
     """Gauss–Newton, the exact Hessian, or the empirical Fisher matrix."""
+    try_for: Annotated[str | None, tyro.conf.arg(name="try", metavar="SECONDS")] = None
+    """Try each method for this much processor time, such as 20s, and print the line of the best."""
+    picture: Path = Path("trial.png")
+    """The file of the picture of a trial."""
     json: bool = False
     """Print JSON in place of a table."""
 

@@ -107,7 +107,7 @@ class Subsets(SamplePolicy):
     Args:
         data: a tensor, a TensorDataset, or a tuple or list of tensors with equal first dimension, which are
             indexed directly and give a tensor or a tuple of tensors; or any map-style dataset, which is
-            loaded by a DataLoader.
+            loaded by a DataLoader; or other Subsets, for the same data loaded in the same way.
         batch_size: the largest number of samples in a micro-batch, as many as one forward pass has memory for.
         fraction: the fraction of the samples in B, and in C before growth; None for 1/K.
         gradient_fraction: the fraction of the samples in A.
@@ -156,7 +156,11 @@ class Subsets(SamplePolicy):
             )
         if not 0 < gradient_fraction <= 1:
             raise ValueError(f"gradient_fraction is {gradient_fraction!r}, not in (0, 1]. Pass 1.0 for every sample.")
-        self._source, self._size = source_of(data, collate_fn, num_workers, device, seed)
+        self._source: Source
+        self._size: int
+        same = isinstance(data, Subsets)
+        found = (data._source, data._size) if same else source_of(data, collate_fn, num_workers, device, seed)
+        self._source, self._size = found
         self._batch_size = batch_size
         self._fraction = fraction
         self._gradient_fraction = gradient_fraction
