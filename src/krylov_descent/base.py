@@ -214,6 +214,7 @@ class ClosureOptimizer(Optimizer):
         objective = Objective(call, parameters, self._comm, self._workspace, footprint)
         objective.tell = self.on_progress or nobody
         objective.form.needs_outputs = self._needs_outputs()
+        objective.form.begin_step()
         return objective
 
     def _needs_outputs(self) -> bool:

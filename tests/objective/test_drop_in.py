@@ -155,6 +155,12 @@ RUNS: dict[str, tuple[Callable[[], nn.Module], Any]] = {
         lambda m, out: F.mse_loss(out(m(X)), Y),
     ),
     "initial value": (net, lambda m, out: (out(m(X) - Y) ** 2).mean() + (out(m(X[:1]).squeeze()) - 1) ** 2),
+    "norm of each sample": (lambda: net(3), lambda m, out: (out(m(X) - X[:, :3]).norm(dim=1) ** 2).mean()),
+    "distances": (lambda: net(3), lambda m, out: F.pairwise_distance(out(m(X)), X[:, :3]).pow(2).mean()),
+    "einsum": (lambda: net(3), lambda m, out: (lambda r: torch.einsum("ni,ni->n", r, r).mean())(out(m(X)) - X[:, :3])),
+    "trace": (lambda: net(3), lambda m, out: (lambda r: torch.trace(r.T @ r))(out(m(X)) - X[:, :3])),
+    "weights by a product": (net, lambda m, out: (X.T @ (out(m(X)) - Y).cosh().log()).sum().square()),
+    "one row": (net, lambda m, out: torch.linalg.norm(out((m(X) - Y)[None])) ** 2),
     "square of mse": (net, lambda m, out: F.mse_loss(out(m(X)), Y) ** 2),
     "square of the root": (net, lambda m, out: out(m(X) - Y).square().mean().sqrt() ** 2),
     "PINN": (net, heat),
@@ -163,6 +169,11 @@ RUNS: dict[str, tuple[Callable[[], nn.Module], Any]] = {
         lambda m, out: (out(laplacian(m) - 1) ** 2).mean() + 10 * F.mse_loss(out(m(X)), Y),
     ),
 }
+
+
+def style(model: Any, out: Any) -> Any:
+    features = out(model(X))
+    return F.mse_loss(features, Y) + F.mse_loss(features @ features.T, Y @ Y.T)
 
 
 def points() -> nn.ParameterList:
@@ -211,6 +222,7 @@ RUNS |= {
     ),
     "sequence": (Recurrent, lambda m, out: nn.MSELoss()(out(m(X)), X.roll(-1, 1))),
     "weak form": (net, weak),
+    "style": (net, style),
     "reprojection": (lambda: net(2), reprojection),
 }
 
@@ -331,13 +343,6 @@ def energy(optimizer: Any, model: Any) -> Any:
     return loss
 
 
-def style(optimizer: Any, model: Any) -> Any:
-    features = model(X)
-    loss: Any = F.mse_loss(features, Y) + F.mse_loss(features @ features.T, Y @ Y.T)
-    loss.backward()
-    return loss
-
-
 def clamped(optimizer: Any, model: Any) -> Any:
     with torch.no_grad():
         model[0].weight.clamp_(-0.1, 0.1)
@@ -364,7 +369,6 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "L1 regularisation": (sparse, "of the gradient.*return loss, outputs"),
     "a function of parameters": (quadratic, "were not found.*curvature='hessian'"),
     "an energy": (energy, "of the gradient.*curvature='hessian'"),
-    "a term of the other's outputs": (style, "of the gradient.*return loss, outputs"),
     "parameters clamped inside": (clamped, "changes the parameters"),
     "a loss without a graph": (detached, "does not depend on the parameters"),
 }
@@ -399,21 +403,49 @@ def test_a_term_that_comes_later_is_noticed() -> None:
         list(later)
 
 
-def test_a_closure_that_sometimes_does_more_takes_the_same_steps() -> None:
+@pytest.mark.parametrize("sets", [None, Subsets((X, Y), batch_size=24, fraction=0.4)])
+def test_a_closure_that_sometimes_does_more_takes_the_same_steps(sets: Any) -> None:
     def losses(noisy: bool) -> list[float]:
         model, calls = net(), itertools.count(1)
         optimizer = KSD(model.parameters(), krylov_dim=3)
 
-        def closure() -> Any:
-            loss: Any = F.mse_loss(model(X), Y)
+        def closure(batch: Any = (X, Y)) -> Any:
+            loss: Any = F.mse_loss(model(batch[0]), batch[1])
             loss.backward()
             if noisy and next(calls) % 7 == 0:
                 assert torch.sqrt(((model(X[:9]) - Y[:9]) ** 2).mean()) > 0
             return loss
 
-        return [optimizer.step(closure).loss for _ in range(4)]
+        return [optimizer.step(closure, sets).loss for _ in range(4)]
 
     assert losses(noisy=True) == pytest.approx(losses(noisy=False), rel=1e-9)
+
+
+def test_a_term_that_joins_the_loss_joins_the_outputs() -> None:
+    def losses(explicit: bool) -> list[float]:
+        model, both = net(), False
+        optimizer = KSD(model.parameters(), krylov_dim=3)
+
+        def closure() -> Any:
+            a, b = model(X[:32]), model(X[32:])
+            first, second = F.mse_loss(a, Y[:32]), F.mse_loss(b, Y[32:])
+            loss = first + second if both else first
+            return (loss, (a, b) if both else a) if explicit else loss
+
+        found = []
+        for step in range(6):
+            both = step >= 3
+            found.append(optimizer.step(closure).loss)
+        return found
+
+    assert losses(explicit=False) == pytest.approx(losses(explicit=True), rel=1e-9)
+
+
+def test_random_closures_are_told_so() -> None:
+    model = nn.Sequential(nn.Linear(5, 8), nn.Dropout(0.3), nn.Linear(8, 1)).double()
+    optimizer = KSD(model.parameters())
+    with pytest.raises(ValueError, match=r"random.*Dropout.*model.eval\(\)"):
+        optimizer.step(lbfgs(optimizer, model, lambda m: F.mse_loss(m(X), Y)))
 
 
 @pytest.mark.parametrize("flat", [False, True])

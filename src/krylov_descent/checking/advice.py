@@ -10,6 +10,7 @@ from torch import Tensor
 from krylov_descent.checking.finding import Finding, bytes_in_words, split_remedy
 from krylov_descent.checking.problem import Curvature, Names, Problem
 from krylov_descent.flow.sketch import ROWS, Sketcher, against_flow, sketch_bytes
+from krylov_descent.objective.drop_in import irregular
 
 _FEW = 20  # rows drawn for a test of the sketch
 _MOSTLY = 0.5  # the largest share of them that may take a backward pass each
@@ -78,15 +79,10 @@ def _least_squares(problem: Problem) -> bool:
 
 def _derivatives(terms: Sequence[Tensor], outputs: Sequence[Tensor]) -> list[Tensor]:
     """Return the derivatives of a weighted sum of the terms by each of the outputs."""
-    total = sum((term * _weights(term)).sum() for term in terms if term.requires_grad)
+    total = sum((term * irregular(term)).sum() for term in terms if term.requires_grad)
     if not isinstance(total, Tensor):
         return [torch.zeros_like(z) for z in outputs]
     return list(torch.autograd.grad(total, outputs, create_graph=True, allow_unused=True, materialize_grads=True))
-
-
-def _weights(x: Tensor) -> Tensor:
-    """Return irregular weights, so that a sum of derivatives does not cancel."""
-    return torch.linspace(1, 2, max(1, x.numel()), dtype=x.dtype, device=x.device)[: x.numel()].view_as(x).sin()
 
 
 def _unusable(problem: Problem) -> str | None:

@@ -273,10 +273,10 @@ def edge_of(z: Tensor) -> Edge:
     return edge.node, edge.output_nr
 
 
-def edges_behind(z: Tensor) -> set[Edge]:
-    """Return all places in the graph from which a tensor is computed."""
+def edges_behind(*tensors: Tensor) -> set[Edge]:
+    """Return all places in the graph from which the tensors are computed."""
     found: set[Edge] = set()
-    stack = [edge_of(z)[0]]
+    stack = [edge_of(z)[0] for z in tensors]
     while stack:
         for node, number in stack.pop().next_functions:
             if node is not None and (node, number) not in found:

@@ -53,7 +53,7 @@ def _subsets(loader: DataLoader[Any]) -> Subsets:
     if not isinstance(data, IterableDataset):  # which Subsets refuses in words
         for name, own in (
             ("sampler", None if ordinary else sampler),
-            ("batch_sampler", None if type(loader.batch_sampler) is BatchSampler else loader.batch_sampler or "None"),
+            ("batch_sampler", None if type(loader.batch_sampler) is BatchSampler else loader.batch_sampler or loader),
             ("worker_init_fn", loader.worker_init_fn),
         ):
             if own is not None:
