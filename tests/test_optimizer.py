@@ -204,7 +204,8 @@ def test_trainers_find_what_they_read() -> None:
     before = optimizer.step(lambda: problem.closure(problem.data))
     scheduler.step()
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1)
-    after = optimizer.step(lambda: problem.closure(problem.data))
+    with pytest.warns(UserWarning, match="lr=0.1 has no effect"):
+        after = optimizer.step(lambda: problem.closure(problem.data))
     assert float(after) < float(before)
     optimizer.zero_grad()
     assert "KSD" in repr(optimizer)

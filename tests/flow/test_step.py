@@ -358,6 +358,7 @@ def test_on_a_linear_fit_they_do() -> None:
         assert fall == pytest.approx(0.25, rel=0.05)
 
 
+@pytest.mark.filterwarnings("ignore:The loss differs at the same weights")
 def test_what_a_whole_sketch_may_is_not_carried_to_others() -> None:
     """Batches of 6 rows, which are all of them, in turn with such of 500."""
     torch.manual_seed(0)

@@ -90,16 +90,18 @@ def run(problem: Problem, name: str, text: str, seconds: float, samples: int = _
     due = [seconds * _APART**-k for k in reversed(range(_MEASUREMENTS))]
     spent, steps, note = 0.0, 0, ""
     curve = [(0.0, loss())]
-    latest = time.perf_counter() + _WAIT * seconds
+    latest = time.perf_counter() + _WAIT * (1 + seconds)
     with as_found(problem.names.model, problem.names.parameters), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             start = clock()
-            step = _stepper(problem, text)
+            step, settle = _stepper(problem, text)
             while due:
                 step(spent / seconds)
                 steps, spent = steps + 1, clock() - start
                 late = time.perf_counter() > latest
+                if late or spent >= seconds:
+                    settle()
                 if spent >= due[0] or late:
                     curve.append((spent, loss()))
                     start = clock() - spent
@@ -110,14 +112,14 @@ def run(problem: Problem, name: str, text: str, seconds: float, samples: int = _
     return TrialRow(name, text, spent, steps, curve[0][1], *ends, tuple(curve), note)
 
 
-def _stepper(problem: Problem, text: str) -> Callable[[float], object]:
-    """Return a function that takes one step, given the part of the time that is gone."""
+def _stepper(problem: Problem, text: str) -> tuple[Callable[[float], object], Callable[[], object]]:
+    """Return a function that takes one step, given the part of the time that is gone, and one that judges the last."""
     closure, params = problem.closure, problem.parameters.params
     scope: dict[str, Any] = {"model": problem.names.model, "params": params, "sets": problem.sets}
     exec(text, scope)
     optimizer, adam, sets = scope["optimizer"], scope.get("adam"), scope["sets"]
     if isinstance(optimizer, CurvatureOptimizer):
-        return lambda _: optimizer.step(closure, sets)
+        return lambda _: optimizer.step(closure, sets), lambda: optimizer.settle(closure, sets)
     batches = itertools.chain.from_iterable(_shuffled(sets, i, len(sets), _BATCH) for i in itertools.count())
 
     def evaluate() -> Tensor:
@@ -130,7 +132,7 @@ def _stepper(problem: Problem, text: str) -> Callable[[float], object]:
                 p.grad = g
         return loss
 
-    return lambda gone: (optimizer if adam is None or gone >= _FIRST else adam).step(evaluate)
+    return lambda gone: (optimizer if adam is None or gone >= _FIRST else adam).step(evaluate), lambda: None
 
 
 def _shuffled(sets: Subsets, epoch: int, most: int, batch_size: int) -> Iterator[Microbatch]:
