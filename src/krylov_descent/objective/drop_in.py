@@ -268,10 +268,10 @@ def irregular(x: Tensor) -> Tensor:
 
 def _not_found(part: float) -> ValueError:
     return ValueError(
-        f"The closure returns the loss alone, and the outputs behind it were not found: {part:.2g} of the gradient (by "
-        "norm) passes through no loss function, square or last layer. Return them: `return loss, outputs` (outputs = "
-        "model(x), or the residuals that are squared). Or use KSD(..., curvature='hessian'), which needs the loss "
-        "alone; L2 regularisation is weight_decay=."
+        "The closure returns the loss alone, and the outputs behind it were not found: a part of the gradient "
+        f"({part:.2%} by norm) passes through no loss function, square or last layer. Return them: `return loss, "
+        "outputs` (outputs = model(x), or the residuals that are squared). Or use KSD(..., curvature='hessian'), which "
+        "needs the loss alone; L2 regularisation is weight_decay=."
     )
 
 
