@@ -361,7 +361,8 @@ def test_statistics_leave_the_doublings_of_b_out() -> None:
     assert statistics.samples == [64, 64, 64]
 
 
-@pytest.mark.parametrize("start", [50, 500])  # with 500, A has all samples, and steps before the last are remembered
+# With 500, A has all samples, and steps before the last are remembered.
+@pytest.mark.parametrize("start", [50, pytest.param(500, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.nightly)])
 def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(dtype: torch.dtype, start: int) -> None:
     data = regression(500, 2.0, dtype)
