@@ -415,24 +415,22 @@ def regression(dtype: torch.dtype = torch.float64, **settings: Any) -> tuple[KSD
     return KSD(model.parameters(), krylov_dim=5, **settings), closure, model
 
 
-def row(name: str, line: str, end: float, expected: float) -> TrialRow:
-    return TrialRow(name, line, 8.0, 80, 1.0, end, expected, ((0.0, 1.0), (2.0, 0.5), (8.0, end)))
+def row(name: str, line: str, end: float) -> TrialRow:
+    return TrialRow(name, line, 8.0, 80, 1.0, end, ((0.0, 1.0), (2.0, 0.5), (8.0, end)))
 
 
-def test_a_trial_has_a_curve_a_way_on_and_a_label_for_each_method_that_ended() -> None:
+def test_a_trial_has_a_curve_and_a_label_for_each_method_that_ended() -> None:
     ours, rivals = "from krylov_descent import KSD", "import torch"
     rows = (
-        row("KSD", ours, 1e-3, 1e-5),
-        row("Adam, lr 0.001", rivals, 1e-2, 2e-3),
-        row("Adam, lr 0.01", rivals, 1e-2, 2.1e-3),
-        row("Adam, lr 0.0001", rivals, math.nan, math.nan),
+        row("KSD", ours, 1e-3),
+        row("Adam, lr 0.001", rivals, 1e-2),
+        row("Adam, lr 0.01", rivals, 1.01e-2),
+        row("Adam, lr 0.0001", rivals, math.nan),
     )
     ax = plot.trial(CheckReport((), ours, rows))
     lines = ax.get_lines()
-    assert [np.asarray(line.get_xydata()).tolist() for line in lines[:2]] == [
-        [[2.0, 0.5], [8.0, 1e-3]],
-        [[8.0, 1e-3], [24.0, 1e-5]],
-    ]
+    assert np.asarray(lines[0].get_xydata()).tolist() == [[2.0, 0.5], [8.0, 1e-3]]
+    assert len(lines) == 3
     labels = {text.get_text(): text for text in ax.texts}
     assert list(labels) == ["KSD", "Adam, lr 0.001", "Adam, lr 0.01"]
     assert labels["KSD"].get_color() == lines[0].get_color() != labels["Adam, lr 0.01"].get_color()
@@ -440,6 +438,6 @@ def test_a_trial_has_a_curve_a_way_on_and_a_label_for_each_method_that_ended() -
     heights = [text.get_position()[1] for text in labels.values()]
     assert min(b - a for a, b in itertools.pairwise(heights)) > 0.05
     assert ax.get_yscale() == "log"
-    assert plot.trial(CheckReport((), ours, (row("KSD", ours, -1.0, -2.0),))).get_yscale() == "linear"
+    assert plot.trial(CheckReport((), ours, (row("KSD", ours, -1.0),))).get_yscale() == "linear"
     with pytest.raises(ValueError, match="try_seconds"):
         plot.trial(CheckReport((), ours))

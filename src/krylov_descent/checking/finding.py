@@ -45,7 +45,6 @@ class TrialRow:
         name, line: the method, and the lines to paste for it.
         seconds, steps: the processor seconds that it ran, and the steps that it took.
         loss_before, loss_after: the losses at its start and end; the latter NaN if it raised or was not finite.
-        expected: the loss to be expected after three times the trial.
         curve: seconds and losses, from the start to the end.
         note: the error that it raised, or "".
     """
@@ -56,7 +55,6 @@ class TrialRow:
     steps: int
     loss_before: float
     loss_after: float
-    expected: float
     curve: tuple[tuple[float, float], ...]
     note: str = ""
 
@@ -104,10 +102,10 @@ class CheckReport:
         width = min(120, max(60, shutil.get_terminal_size((100, 24)).columns))
         rows = [_row(finding, width) for finding in self.findings]
         if self.trial:
-            rows += ["", f"  {'trial':<22}{'steps':>9}{'loss':>11}{'expected':>11}"]
+            rows += ["", f"  {'trial':<22}{'steps':>9}{'loss':>11}"]
         for row in self.trial:
-            losses = ("—" if x != x else f"{x:.3g}" for x in (row.loss_after, row.expected))
-            text = "{:<22}{:>9,}{:>11}{:>11}  {}".format(row.name, row.steps, *losses, row.note)
+            loss = "—" if row.loss_after != row.loss_after else f"{row.loss_after:.3g}"
+            text = f"{row.name:<22}{row.steps:>9,}{loss:>11}  {row.note}"
             rows.append(f"{'→' if row.line == self.line else ' '} {text}"[:width].rstrip())
         return "\n".join([*rows, "", self.verdict, "", self.line])
 

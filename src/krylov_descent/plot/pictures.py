@@ -233,31 +233,28 @@ def trial(report: Any, ax: Axes | None = None) -> Axes:
         >>> ax.get_yscale()
         'log'
     """
-    rows = sorted((row for row in report.trial if row.expected == row.expected), key=lambda row: row.expected)
+    rows = sorted((row for row in report.trial if row.loss_after == row.loss_after), key=lambda row: row.loss_after)
     if not rows:
         raise ValueError(
             "There is no trial to draw, or none that ended: pass the report of check(..., try_seconds=20)."
         )
-    ax, ours, end = style.axes_of(ax), iter(style.COLOURS), 3 * max(row.seconds for row in rows)
+    ax, ours, end = style.axes_of(ax), iter(style.COLOURS), max(row.seconds for row in rows)
     colours = [next(ours) if "krylov_descent" in row.line else "#808080" for row in rows]
     for row, colour in zip(rows, colours, strict=True):
         xs, ys = zip(*row.curve[1:], strict=True)
         ax.plot(xs, ys, color=colour, linewidth=1.8, marker="o", markersize=3)
-        ax.plot([xs[-1], end], [ys[-1], row.expected], color=colour, linewidth=1.2, linestyle=":")
     ax.set(xscale="log", xlim=(None, end))
     style.log_ticks(ax.xaxis, [ax.get_xlim()[0], end])
-    values = [y for row in rows for y in (*(y for _, y in row.curve), row.expected)]
+    values = [y for row in rows for _, y in row.curve]
     if min(values) > 0:
         ax.set_yscale("log")
         style.log_ticks(ax.yaxis, values)
     place = -math.inf
     for row, colour in zip(rows, colours, strict=True):
-        height = ax.transAxes.inverted().transform(ax.transData.transform((end, row.expected)))[1]
+        height = ax.transAxes.inverted().transform(ax.transData.transform((end, row.loss_after)))[1]
         place = max(place + 0.055, height)  # labels do not overlap
         ax.text(1.02, place, row.name, color=colour, transform=ax.transAxes, va="center", fontsize=8.5)
-    style.frame(
-        ax, f"Losses of the trial, from {rows[0].loss_before:.3g}; dotted: expected", "processor seconds", "loss"
-    )
+    style.frame(ax, f"Losses of the trial, from {rows[0].loss_before:.3g}", "processor seconds", "loss")
     return ax
 
 
