@@ -3,6 +3,8 @@
 Every figure is a ratio of times taken in turn within one run: medians, and quartiles in brackets. Sections: products,
 fisher, kronecker, step, memory, growth, flow, ranks, least_squares; without a name, all of them (about three quarters
 of an hour on two cores; --quick: a quarter). A section's results are added to the JSON file as soon as they are known.
+
+`python -m benchmarks picture` draws speed.png and scale.png from results/benchmarks.json, and measures nothing.
 """
 
 from __future__ import annotations
@@ -23,10 +25,11 @@ import torch
 from experiments.supervised.curves import curves
 from experiments.supervised.networks import autoencoder
 
-from benchmarks import fisher, flow, growth, kronecker, least_squares, memory, problems, products, ranks, step
+from benchmarks import fisher, flow, growth, kronecker, least_squares, memory, pictures, problems, products, ranks, step
 from benchmarks.problems import Problem
 from benchmarks.timing import Ratio
 
+RECORDED = Path("results/benchmarks.json")  # the pages of results are drawn from it
 # glibc gives large blocks back to the system and takes them anew, page by page, for every temporary: which candidate
 # pays for it is chance. A process that keeps its memory has none of that noise, and is faster.
 KEEPING = {"MALLOC_MMAP_THRESHOLD_": str(1 << 33), "MALLOC_TRIM_THRESHOLD_": str(1 << 34)}
@@ -149,24 +152,26 @@ def plain(value: Any) -> Any:
 def main() -> None:
     """Run the sections asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("sections", nargs="*", choices=[*SECTIONS, []], metavar="section", help=", ".join(SECTIONS))
+    named = [*SECTIONS, "picture"]
+    parser.add_argument("sections", nargs="*", choices=[*named, []], metavar="section", help=", ".join(named))
     parser.add_argument("--quick", action="store_true", help="fewer rounds and smaller sizes")
-    parser.add_argument("--json", type=Path, default=Path("benchmarks.json"), help="results are added to this file")
-    parser.add_argument("--figures", type=Path, default=Path(), help="folder for growth.png and flow-cost.png")
+    parser.add_argument("--json", type=Path, help="results are added to this file (benchmarks.json); picture reads it")
+    parser.add_argument("--figures", type=Path, default=Path("figures"), help="picture: where to (%(default)s)")
     parser.add_argument("--allocator", choices=("keeping", "default"), default="keeping", help="of glibc")
     arguments = parser.parse_args()
+    if "picture" in arguments.sections:
+        recorded = json.loads((arguments.json or RECORDED).read_text())
+        sys.stdout.writelines(f"{path}\n" for path in pictures.draw(recorded, arguments.figures))
+        return
+    arguments.json = arguments.json or Path("benchmarks.json")
     if arguments.allocator == "keeping" and any(os.environ.get(k) != v for k, v in KEEPING.items()):
         # The allocator reads its settings when a process starts.
         os.execvpe(sys.executable, [sys.executable, "-m", "benchmarks", *sys.argv[1:]], {**os.environ, **KEEPING})
-    plots = {"growth": growth.plot, "flow": flow.plot}
     for name in arguments.sections or SECTIONS:
         torch.manual_seed(0)
         found = SECTIONS[name](arguments.quick)
         sys.stdout.write(f"\n{name}\n")
         show(found, 1)
-        if name in plots:
-            arguments.figures.mkdir(parents=True, exist_ok=True)
-            plots[name](found, arguments.figures)
         results = json.loads(arguments.json.read_text()) if arguments.json.exists() else {}
         results[name] = {
             "date": datetime.date.today().isoformat(),

@@ -34,8 +34,6 @@ M_SIZES = (100, 200, 400, 800, 1_600)
 ROWS, PARAMETERS = 400, 8_000  # of the sweeps over n and over m
 POINTS, MORE_POINTS, BOUNDARY = 1_500, 3_000, 200  # more where up to 1,600 rows are drawn
 PARTS = ("gradient", "rows", "QR of J", "QR with λ", "steps", "candidates")
-_COLOURS = ("#56B4E9", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#999999")
-_MARKERS = "sD^v*X"
 
 
 def poisson(n: int, points: int) -> tuple[nn.Module, Callable[[], tuple[Tensor, tuple[Tensor, Tensor]]]]:
@@ -199,49 +197,6 @@ def measure(*, quick: bool) -> dict[str, Any]:
         },
         "copies of J": {x: copies(points) for x, points in memory.items()},
     }
-
-
-def plot(found: Mapping[str, Any], folder: Path) -> None:
-    """Draw ``flow-cost.png``, three panels: seconds by part over m and over n, and memory over m·n."""
-    from experiments.common.figures import save
-    from experiments.common.style import number_ticks
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(13, 4.2), layout="constrained")
-    axes = figure.subplots(1, 3)
-    for axis, x, label, guides in (
-        (axes[0], "m", "rows m", (("QR of J", 2), ("QR with λ", 3))),
-        (axes[1], "n", "parameters n", (("QR of J", 1),)),
-    ):
-        points = found[x]
-        xs = [p[x] for p in points]
-        axis.loglog(xs, [p["seconds"] for p in points], "o-", color="#1f6f8b", linewidth=2, label="whole step")
-        for name, colour, marker in zip(PARTS, _COLOURS, _MARKERS, strict=True):
-            axis.loglog(xs, [p[name] for p in points], marker=marker, color=colour, linewidth=1.2, label=name)
-        for name, slope in guides:
-            last = points[-1][name]
-            axis.loglog(xs, [last * (each / xs[-1]) ** slope for each in xs], ":", color="#888888")
-            low = last * (xs[0] / xs[-1]) ** slope
-            beside = {"xytext": (4, -9), "textcoords": "offset points"}
-            axis.annotate(f"slope {slope}", (xs[0], low), color="#666666", fontsize=8, **beside)
-        fixed = "n" if x == "m" else "m"
-        title = f"{fixed} = {points[0][fixed]:,}; exponent of the step {found['exponents'][f'seconds over {x}']:.2f}"
-        axis.set(xlabel=label, ylabel="processor seconds a step", title=title)
-        number_ticks(axis.xaxis, xs[0], xs[-1])
-    axes[0].legend(frameon=False, fontsize="small")
-    for x, colour, marker in (("m", "#1f6f8b", "o"), ("n", "#D55E00", "D")):
-        points = found["memory"][x]
-        xs, ys = [8 * p["mn"] / 1e6 for p in points], [p["bytes"] / 1e6 for p in points]
-        said = f"over {x}: {found['copies of J'][x]:.1f} · m·n numbers"
-        axes[2].loglog(xs, ys, marker=marker, linestyle="-", color=colour, label=said)
-    ends = [8 * p["mn"] / 1e6 for points in found["memory"].values() for p in points]
-    number_ticks(axes[2].xaxis, min(ends), max(ends))
-    axes[2].loglog([min(ends), max(ends)], [min(ends), max(ends)], ":", color="#888888", label="J alone")
-    axes[2].set(xlabel="m·n numbers of float64, MB", ylabel="peak above a step of one row, MB", title="resident memory")
-    axes[2].legend(frameon=False, loc="upper left", fontsize="small")
-    for axis in axes:
-        axis.grid(visible=True, which="major", alpha=0.3)
-    save(figure, folder / "flow-cost")
 
 
 def main() -> None:

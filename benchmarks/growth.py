@@ -118,34 +118,6 @@ def measure(*, quick: bool) -> dict[str, Any]:
     }
 
 
-def plot(found: Mapping[str, Any], folder: Path) -> None:
-    """Draw ``growth.png``, four panels: seconds over P, K and N, and memory over P."""
-    from experiments.common.figures import save
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(13, 3.3), layout="constrained")
-    axes = figure.subplots(1, 4)
-    slopes = found["exponents"]
-    for axis, name, label in zip(axes, "PKN", ("parameters P", "Krylov dimension K", "samples N"), strict=False):
-        points = found[name]
-        xs, ys = [p[name] for p in points], [p["seconds"] for p in points]
-        axis.loglog(xs, ys, "o-", color="#1f6f8b")
-        axis.loglog(xs, [ys[-1] * x / xs[-1] for x in xs], ":", color="#888888", label="linear")
-        axis.set(xlabel=label, ylabel="seconds a step", title=f"exponent {slopes[f'seconds over {name}']:.2f}")
-        axis.legend(frameon=False)
-    for K, points in found["memory"].items():
-        xs, ys = [p["P"] / 1e6 for p in points], [p["bytes"] / 1e9 for p in points]
-        axes[3].plot(xs, ys, "o-", label=f"K = {K}: (K + {found['c'][K]:.1f})·P·4 bytes")
-    axes[3].set(
-        xlabel="parameters P, millions", ylabel="peak memory, GB", title="resident, whole process", ylim=(0, None)
-    )
-    axes[3].legend(frameon=False, loc="upper left", fontsize="small")
-    axes[3].margins(y=0.3)
-    for axis in axes:
-        axis.grid(visible=True, which="major", alpha=0.3)
-    save(figure, folder / "growth")
-
-
 def main() -> None:
     """One point, as JSON."""
     parser = argparse.ArgumentParser(description=__doc__)

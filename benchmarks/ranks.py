@@ -1,4 +1,4 @@
-"""Memory, bytes and seconds of a step on R ranks, against the formulas of docs/scaling.md.
+"""Memory, bytes and seconds of a step on R ranks, against the formulas of docs/appendix/scale.md.
 
 Each point is a group of processes of its own, one thread each. Memory is a rank's resident peak; its slope over P
 counts vectors, as batches are too small to count. Bytes are those that the collectives count, and those that the
@@ -254,12 +254,12 @@ def measure(quick: bool) -> Found:
 def extrapolated(
     P: float, N: float, R: int, *, A: float = 1.0, sets: float = 1.0, wire: int = 0, nodes: bool = False
 ) -> tuple[float, float]:
-    """Seconds a device computes and sends, by the assumptions of docs/scaling.md.
+    """Seconds a device computes and sends, by the assumptions of docs/appendix/scale.md.
 
     ``A`` and ``sets`` are the parts of the default that A, and B and C, have; ``nodes``: sums within eight first.
     """
     m, E, I = PLANNED["rows"], 25, PLANNED["iterations"]
-    gradients = N * (1.4 * A + sets * (1.23 * m + 1 + E) / (m - 1))  # measured: docs/performance.md
+    gradients = N * (1.4 * A + sets * (1.23 * m + 1 + E) / (m - 1))  # measured: docs/appendix/speed.md
     V = 4 * P / R * m * (2.5 * m + 2 * I + 2)  # bytes of V read: Gram–Schmidt and H̄; the search
     sent = formula_bytes(P, R, 4, **PLANNED, wire=wire)
     inside, outside = (sent, 0.0) if R <= 8 else (sent * 7 / 8, sent / 8) if nodes else (0.0, sent)
@@ -289,7 +289,7 @@ def _main() -> None:
     for name in ("P", "K", "N", "batch-size", "steps"):
         parser.add_argument(f"--{name}", type=int, default=0)
     parser.add_argument("--variants", default="plain", help="to be run in turn: " + ", ".join(VARIANTS))
-    parser.add_argument("--plan", action="store_true", help="print the tables of docs/scaling.md that are extrapolated")
+    parser.add_argument("--plan", action="store_true", help="print the extrapolated tables of docs/appendix/scale.md")
     arguments = vars(parser.parse_args())
     sys.stdout.write((plan() if arguments.pop("plan") else json.dumps(one(**arguments))) + "\n")
 

@@ -78,7 +78,7 @@ def main() -> None:
     def closure(batch: Any) -> tuple[Tensor, Tensor]:
         x, y = batch
         answer = model(x)
-        return (answer - y).square().mean(), answer  # the loss, and what it is convex in
+        return (answer - y).square().mean(), answer  # the loss, and the model outputs
 
     def answered() -> Tensor:
         with torch.no_grad():

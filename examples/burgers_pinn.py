@@ -72,7 +72,7 @@ def main() -> None:
 
     def closure() -> tuple[Tensor, Tensor]:
         r = residual(net, x, t)
-        return r.square().mean(), r  # the loss, and what it is convex in
+        return r.square().mean(), r  # the loss, and the residuals
 
     def backward_closure() -> Tensor:  # for torch's own optimizers
         net.zero_grad()

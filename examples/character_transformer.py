@@ -85,7 +85,7 @@ def main() -> None:
         (sequences,) = batch
         logits = model(sequences[:, :-1])
         loss = nn.functional.cross_entropy(logits.flatten(0, 1), sequences[:, 1:].flatten())
-        return loss, logits  # a mean over tokens, and what it is convex in; dimension 0 is the sequence
+        return loss, logits  # a mean over tokens, and the model outputs; dimension 0 is the sequence
 
     @torch.no_grad()
     def held_out_loss() -> float:

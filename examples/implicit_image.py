@@ -77,7 +77,7 @@ def main() -> None:
 
     def closure() -> tuple[Tensor, Tensor]:
         r = model(places) - colours
-        return r.square().mean(), r  # the loss, and what it is convex in
+        return r.square().mean(), r  # the loss, and the model outputs
 
     def squared_error() -> float:
         with torch.no_grad():

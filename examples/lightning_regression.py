@@ -59,7 +59,7 @@ def reaching(points: Tensor) -> Tensor:
 
 
 class Arm(KSDModule):
-    """All that Lightning needs to train with KSD: a loss with what it is convex in, and an optimizer."""
+    """All that Lightning needs to train with KSD: a loss with the model outputs, and an optimizer."""
 
     def __init__(self) -> None:
         super().__init__()

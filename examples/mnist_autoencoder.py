@@ -70,7 +70,7 @@ def main() -> None:
         (images,) = batch
         logits = model(images)
         loss = nn.functional.binary_cross_entropy_with_logits(logits, images, reduction="sum") / len(images)
-        return loss, logits  # a mean over images, and what it is convex in
+        return loss, logits  # a mean over images, and the model outputs
 
     def reconstructed() -> Tensor:
         with torch.no_grad():

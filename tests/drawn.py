@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING
 
 import pytest
@@ -12,12 +11,13 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def words(monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> dict[str, set[str]]:
-    """The lines of text of every figure that the module saves from now on, by the name of its file."""
+def words(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[str]]:
+    """The lines of text of every figure that a study saves from now on, by the name of its file."""
+    from experiments.common import figures
     from matplotlib.text import Text
 
     found: dict[str, set[str]] = {}
-    save = module.save
+    save = figures.save
 
     def recording(drawn: Figure | None, stem: Path) -> list[Path]:
         paths: list[Path] = save(drawn, stem)
@@ -26,5 +26,5 @@ def words(monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> dict[str, set[
             found[paths[0].name] = {line for text in texts for line in text.splitlines()}
         return paths
 
-    monkeypatch.setattr(module, "save", recording)
+    monkeypatch.setattr(figures, "save", recording)
     return found

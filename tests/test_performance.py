@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from benchmarks import flow, growth, hand, step
+from benchmarks import flow, growth, hand, pictures, step
 from benchmarks.problems import Problem, autoencoder, classifier, convolutional
 from benchmarks.timing import interleaved, ratio
 from torch.utils.flop_counter import FlopCounterMode
@@ -129,7 +130,7 @@ def test_a_step_of_the_flow_takes_a_few_times_the_memory_of_its_sketch() -> None
     assert 1 < found["bytes"] / (8 * found["mn"]) < 6
 
 
-def test_the_parts_of_a_step_of_the_flow_are_all_of_it(tmp_path: Path) -> None:
+def test_the_parts_of_a_step_of_the_flow_are_all_of_it() -> None:
     draw = Sketcher.draw
     points = [flow.one(n, rows, points=60, steps=1) for n, rows in ((200, 10), (400, 30))]
     assert Sketcher.draw is draw
@@ -139,15 +140,13 @@ def test_the_parts_of_a_step_of_the_flow_are_all_of_it(tmp_path: Path) -> None:
         assert found["other"] < 0.5 * found["seconds"]
     memory = [{"mn": 1e5, "bytes": 3e6}, {"mn": 1e6, "bytes": 3e7}]
     assert flow.copies(memory) == pytest.approx(3.75)
-    results = {
-        "m": points,
-        "n": points,
-        "memory": {"m": memory, "n": memory},
-        "exponents": {"seconds over m": 1.0, "seconds over n": 1.0},
-        "copies of J": {"m": 3.75, "n": 3.75},
-    }
-    flow.plot(results, tmp_path)
-    assert (tmp_path / "flow-cost.png").stat().st_size
+
+
+def test_the_pictures_are_drawn_from_the_recorded_results(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    recorded = json.loads((Path(__file__).parents[1] / "results" / "benchmarks.json").read_text())
+    drawn = [path.name for path in pictures.draw(recorded, tmp_path)]
+    assert drawn == ["speed.png", "speed-dark.png", "scale.png", "scale-dark.png"]
 
 
 @pytest.mark.filterwarnings("ignore")  # of the other libraries

@@ -1,4 +1,4 @@
-"""What figures of all studies are made of: panels, lines with bands, scales, a legend below, a file. Nothing trains.
+"""The figures of all studies: small multiples with names at the line ends, light and dark. Nothing trains.
 
 The same runs give the same file.
 """
@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from experiments.common.series import Series
-from experiments.common.style import RC, WIDTH, number_ticks
+from experiments.common.style import SIZE, TITLES, WIDTH, Line
+from krylov_descent.plot.style import DARK, LIGHT, end_labels, log_ticks, rc, theme
 
 if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
@@ -24,14 +23,34 @@ if TYPE_CHECKING:
 _DOTS = 150
 _COLOURS = 256
 
-_NARROW: Any = {"axes.titlesize": 9, "axes.labelsize": 9, "xtick.labelsize": 8, "ytick.labelsize": 8}
+
+class Panel(NamedTuple):
+    """The curves of one problem by method.
+
+    Attributes:
+        problem: its name, or a title.
+        curves: median and range over seeds.
+        ends: where shorter runs of a method ended, as dots.
+        start: values above are cut off,
+        since: and so are times before.
+    """
+
+    problem: str
+    curves: Mapping[str, Series]
+    ends: Mapping[str, Sequence[tuple[float, float]]] = {}
+    start: float = math.inf
+    since: float = 0.0
 
 
-def styled(*, narrow: bool = False) -> AbstractContextManager[None]:
-    """Inside, figures have the usual sizes, or smaller ones for narrow panels."""
+def draw(make: Callable[[], Figure | None], stem: Path, *, dark: bool = False) -> list[Path]:
+    """Write what ``make`` draws as ``<stem>.png``, and if asked for as ``<stem>-dark.png``; no figure, no file."""
     import matplotlib as mpl
 
-    return mpl.rc_context({**RC, **_NARROW} if narrow else RC)
+    paths = []
+    for look, end in ((LIGHT, ""), (DARK, "-dark"))[: 1 + dark]:
+        with mpl.rc_context(rc(look, SIZE)):
+            paths += save(make(), stem.with_name(f"{stem.name}{end}"))
+    return paths
 
 
 def save(drawn: Figure | None, stem: Path) -> list[Path]:
@@ -41,6 +60,7 @@ def save(drawn: Figure | None, stem: Path) -> list[Path]:
     if drawn is None:
         return []
     path = stem.with_name(f"{stem.name}.png")
+    path.parent.mkdir(parents=True, exist_ok=True)
     buffer = io.BytesIO()
     drawn.savefig(buffer, format="png", dpi=_DOTS)
     with Image.open(buffer) as picture:
@@ -48,62 +68,69 @@ def save(drawn: Figure | None, stem: Path) -> list[Path]:
     return [path]
 
 
-def panels(
-    count: int, columns: int, height: float, *, beside: float = 0.0, sharey: bool = False
-) -> tuple[Figure, list[Axes]]:
-    """So many panels in rows of a few, each so high, with some inches ``beside`` them for titles and a legend."""
+def panels(count: int, columns: int, height: float, *, sharey: bool = False) -> tuple[Figure, list[Axes]]:
+    """So many panels in rows of a few, each so high."""
     from matplotlib.figure import Figure
 
     rows = math.ceil(count / columns)
-    drawn = Figure(figsize=(WIDTH, beside + height * rows), layout="constrained")
+    drawn = Figure(figsize=(WIDTH, 0.4 + height * rows), layout="constrained")
     axes = list(drawn.subplots(rows, columns, squeeze=False, sharey=sharey).flat)
     for unused in axes[count:]:
         unused.remove()
     return drawn, axes[:count]
 
 
-def label_panels(axes: Sequence[Axes], columns: int, below: str, left: Iterable[str]) -> None:
-    """Under the lowest panel of every column, and at the left of every row."""
+def multiples(
+    shown: Sequence[Panel], lines: Mapping[str, Line], value: str, *, columns: int = 3, log_time: bool = True
+) -> Figure | None:
+    """A panel for each problem, values over CPU seconds; the last of each row has the methods' names at the line ends.
+
+    Values are on a logarithmic scale, and so is time if asked for.
+    """
+    shown = [panel for panel in shown if panel.curves]
+    if not shown:
+        return None
+    columns = min(columns, len(shown))
+    drawn, axes = panels(len(shown), columns, 2.45)
+    for axis, panel in zip(axes, shown, strict=True):
+        _panel(axis, panel, lines, log_time=log_time)
     for axis in axes[-columns:]:
-        axis.set_xlabel(below)
-    for axis, text in zip(axes[::columns], left, strict=False):
-        axis.set_ylabel(text)
+        axis.set_xlabel("CPU seconds")
+    for axis in axes[::columns]:
+        axis.set_ylabel(value)
+    drawn.draw_without_rendering()  # heights are final but for the room that names take at the right
+    for i in range(columns - 1, len(shown), columns):
+        ends = [
+            (lines[name].name, curve.middle[-1], lines[name].arguments()["color"])
+            for name, curve in shown[i].curves.items()
+            if math.isfinite(curve.middle[-1])
+        ]
+        end_labels(axes[i], ends, size=SIZE - 0.5)
+    return drawn
 
 
-def legend(drawn: Figure, looks: Mapping[str, Mapping[str, Any]], columns: int = 5, **options: Any) -> None:
-    """Below the panels, where it covers nothing: names and looks of lines."""
-    from matplotlib.lines import Line2D
-
-    handles = [Line2D([], [], label=name, **look) for name, look in looks.items()]
-    drawn.legend(
-        handles=handles, loc="outside lower center", ncols=min(columns, len(handles)), frameon=False, **options
-    )
-
-
-def band(axis: Axes, curve: Series, colour: str, step: Any = None) -> None:
-    """From the lowest to the highest seed; it can be cut off by the frame, but not be infinite."""
-    ceiling = 1e3 * max((abs(v) for v in curve.high if math.isfinite(v)), default=1.0)
-    above = [min(v, ceiling) for v in curve.high]
-    axis.fill_between(curve.times, curve.low, above, step=step, color=colour, alpha=0.15, linewidth=0)
-
-
-def time_scale(axis: Axes, shown: Sequence[Series]) -> None:
-    """Logarithmic, with plain numbers, over all curves."""
-    low, high = min(c.times[0] for c in shown), max(c.times[-1] for c in shown)
-    axis.set_xscale("log")
-    axis.set_xlim(low / 1.1, high * 1.1)
-    number_ticks(axis.xaxis, low, high)
-
-
-def log_values(axis: Axes, low: float, high: float) -> None:
-    """A logarithmic axis of values, with plain numbers and a small margin."""
-    axis.set_yscale("log")
-    margin = max((high / low) ** 0.04, 1.01)
-    axis.set_ylim(low / margin, high * margin)
-    number_ticks(axis.yaxis, low, high)
-
-
-def seeds_of(counts: set[int]) -> str:
-    """What a title says of how many seeds lines are of."""
-    several = "–".join(str(n) for n in sorted({min(counts), max(counts)}))
-    return f"median and range of {several} seeds" if max(counts) > 1 else "one seed"
+def _panel(axis: Axes, panel: Panel, lines: Mapping[str, Line], *, log_time: bool) -> None:
+    for name, curve in panel.curves.items():
+        look = lines[name].arguments()
+        axis.plot(curve.times, curve.middle, solid_capstyle="round", **look)
+        ceiling = 1e3 * max((v for v in curve.high if math.isfinite(v)), default=1.0)
+        above = [min(v, ceiling) for v in curve.high]  # a band may be cut off by the frame, but not be infinite
+        faint: dict[str, Any] = {"alpha": 0.16 if look["zorder"] == 4 else 0.08, "linewidth": 0}
+        axis.fill_between(curve.times, curve.low, above, color=look["color"], **faint)
+        for x, y in panel.ends.get(name, ()):
+            axis.plot(x, y, "o", color=look["color"], markeredgecolor=theme().background, markersize=7, zorder=5)
+    axis.set_title(TITLES.get(panel.problem, panel.problem))
+    pairs = [pair for curve in panel.curves.values() for pair in zip(curve.times, curve.middle, strict=True)]
+    values = [v for time, v in pairs if time >= panel.since and 0 < v < math.inf]
+    low, high = min(values, default=0.1), min(max(values, default=1.0), panel.start)
+    low, high = (low / 2, high * 2) if high < 1.2 * low else (low, high)
+    margin = (high / low) ** 0.05
+    axis.set(yscale="log", ylim=(low / margin, high * margin))
+    log_ticks(axis.yaxis, (low, high))
+    times = [time for time, _ in pairs if time >= panel.since]
+    if log_time:
+        axis.set(xscale="log", xlim=(min(times) / 1.1, max(times) * 1.05))
+        log_ticks(axis.xaxis, times)
+    else:
+        axis.set_xlim(0, max(times) * 1.01)
+        axis.locator_params(axis="x", nbins=4, steps=[1, 2, 3, 5, 10])

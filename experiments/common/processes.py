@@ -13,7 +13,7 @@ from typing import NamedTuple
 from tqdm import tqdm
 
 #: glibc keeps what it has instead of returning large blocks to the system at every pass: the page faults cost every
-#: method about a fifth on the larger layers (docs/performance.md).
+#: method about a fifth on the larger layers (docs/appendix/speed.md).
 _ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(8 << 30), "MALLOC_TRIM_THRESHOLD_": str(16 << 30)}
 
 

@@ -26,10 +26,10 @@ class Series:
 def series(runs: Sequence[Run], axis: Axis, quantity: Quantity, *, exact: bool = False) -> Series | None:
     """The curve of one seed at its own points, of several at times evenly spaced on a logarithmic axis.
 
-    Time zero has no place on such an axis and is left out. Until the next point a run has the value of its last, and
-    keeps it when it has ended; one that ended without a finite value counts as infinite from there on, so that a
-    median over seeds shows it. An ``exact`` curve is at the points of all seeds, and one that ended without a finite
-    value counts with its last.
+    Time zero has no place on such an axis and is left out. Between two points a run is on the line that a logarithmic
+    axis of values shows, and after its last it keeps that value; one that ended without a finite value counts as
+    infinite from there on, so that a median over seeds shows it. An ``exact`` curve is at the points of all seeds, and
+    one that ended without a finite value counts with its last.
     """
     curves = [_curve(run, axis, quantity, lost=not exact) for run in runs]
     curves = [(times, values) for times, values in curves if times and times[-1] > 0]
@@ -63,5 +63,10 @@ def _curve(run: Run, axis: Axis, quantity: Quantity, *, lost: bool) -> tuple[lis
 
 
 def _value(times: Sequence[float], values: Sequence[float], t: float) -> float:
-    """That of the last point until then, as in the tables: nothing is read between points."""
-    return values[max(bisect.bisect_right(times, t) - 1, 0)]
+    """Between two positive finite points by a line on a logarithmic axis, else that of the last point until then."""
+    i = bisect.bisect_right(times, t)
+    before, *after = values[max(i - 1, 0) : i + 1] if i else values[:1]
+    if not after or min(before, *after) <= 0 or after[0] == math.inf:
+        return before
+    part = (t - times[i - 1]) / (times[i] - times[i - 1])
+    return float(before ** (1 - part) * after[0] ** part)

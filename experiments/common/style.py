@@ -1,56 +1,56 @@
-"""How figures look: lines of a colour, dashes and a marker each, sizes, numbers on logarithmic axes."""
+"""How figures of the studies look: the palette of ``krylov_descent.plot``, dashes, sizes, titles of panels."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
-if TYPE_CHECKING:
-    from matplotlib.axis import Axis as PlotAxis
+from krylov_descent.plot.style import theme
+
+#: Inches of a figure, and points of its text: legible at half size.
+WIDTH = 9.0
+SIZE = 14.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """Name in tables and legends, colour (Okabe and Ito's), dashes and marker."""
+    """A method's name in figures, its colour (a field of ``Theme``; blue is ours) and its dashes."""
 
     name: str
     colour: str
-    dashes: Any
-    marker: str
+    dashes: Any = "-"
 
     def arguments(self) -> dict[str, Any]:
-        """For ``Axes.plot``."""
-        return {"color": self.colour, "linestyle": self.dashes, "marker": self.marker}
+        """For ``Axes.plot``: ours in front and thicker."""
+        ours = self.colour == "blue"
+        look = {"linewidth": 3.2 if ours else 2.0, "zorder": 4 if ours else 3}
+        return {"color": getattr(theme(), self.colour), "linestyle": self.dashes, **look}
 
 
-RC: Any = {
-    "font.family": "DejaVu Sans",
-    "font.size": 10,
-    "axes.titlesize": 10,
-    "axes.labelsize": 10,
-    "xtick.labelsize": 9,
-    "ytick.labelsize": 9,
-    "legend.fontsize": 9,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "grid.alpha": 0.3,
-    "grid.linewidth": 0.6,
-    "lines.linewidth": 1.5,
-    "lines.markersize": 4.5,
-    "hatch.linewidth": 0.4,
+#: Panels of other problems have the problem's name as title.
+TITLES: Mapping[str, str] = {
+    "poisson2d": "Poisson, 2-D",
+    "poisson5d": "Poisson, 5-D",
+    "burgers": "Burgers",
+    "convection30": "Convection, β = 30",
+    "convection40": "Convection, β = 40",
+    "wave": "Wave",
+    "reaction": "Reaction",
+    "allen-cahn": "Allen–Cahn",
+    "helmholtz": "Helmholtz",
+    "curves": "CURVES autoencoder",
+    "curves5": "CURVES, code of 5",
+    "mnist-ae": "MNIST autoencoder",
+    "mnist-class": "MNIST classifier",
+    "mnist-pretrained": "MNIST, pretrained",
+    "spoken-digits": "Spoken digits",
+    "starcraft": "StarCraft openings",
+    "adding-50": "Adding, T = 50",
+    "adding-100": "Adding, T = 100",
+    "order-50": "Order, T = 50",
+    "order-100": "Order, T = 100",
+    "fashion-conv": "Fashion-MNIST, conv",
+    "char-lstm": "Character LSTM",
+    "char-transformer": "Char. transformer",
 }
-WIDTH = 7.0
-
-
-def number_ticks(axis: PlotAxis, low: float, high: float) -> None:
-    """Plain numbers on a logarithmic axis: decades where it spans many, some numbers between them where few."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
-
-    span = high / low
-    fine, middling, coarse = (1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0), (1.0, 2.0, 3.0, 5.0, 7.0), (1.0, 2.0, 5.0)
-    subs = fine if span < 6 else middling if span < 20 else coarse if span < 200 else (1.0,)
-    axis.set_major_locator(LogLocator(subs=subs, numticks=12))
-    if span < 1e5 and low >= 1e-3 and high < 1e5:
-        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axis.set_minor_formatter(NullFormatter())

@@ -13,7 +13,7 @@ import tyro
 from experiments.common.budget import Budget
 from experiments.common.markdown import show
 from experiments.common.settings import pair
-from experiments.deep.figures import figure
+from experiments.deep.figures import figures
 from experiments.deep.study import ablate, pace, study, tune
 from experiments.deep.table import table
 from experiments.supervised.commands import train
@@ -144,15 +144,14 @@ class Table:
 
 @dataclasses.dataclass(frozen=True)
 class Figure:
-    """Draw the training loss over CPU seconds, a panel for each task, as PNG; trains nothing."""
+    """Draw the figures of the pages from the runs found, as PNG; trains nothing."""
 
     results: Path = RESULTS
     out: Path = Path("figures")
 
     def execute(self) -> None:
         """Draw."""
-        for path in figure(self.results, self.out):
-            sys.stdout.write(f"{path}\n")
+        sys.stdout.writelines(f"{path}\n" for path in figures(self.results, self.out))
 
 
 @dataclasses.dataclass(frozen=True)

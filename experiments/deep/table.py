@@ -1,7 +1,7 @@
-"""Tables of the study of deep networks as Markdown, a set for each budget. Nothing here trains.
+"""Markdown tables of the study of deep networks, one set per budget. Nothing here trains.
 
-Figures are those at the end of a budget: mean [min, max] over seeds. Bold is the lowest mean over the seeds that all
-methods of the row have.
+Each cell is the value at the end of the budget: mean [min, max] over seeds. Bold marks the lowest mean over the seeds
+that all compared methods have.
 """
 
 from __future__ import annotations
@@ -18,7 +18,13 @@ from experiments.deep.records import budgets_of, by_task, serving
 from experiments.deep.study import ABLATIONS as ABLATED
 from experiments.deep.style import NAMES
 
-_ByColumn = Mapping[str, Sequence[Run]]  # method or label
+_Compared = Mapping[str, Sequence[Run]]  # by method or label
+
+_LOSSES = "Weight decay included. Mean [lowest, highest] over seeds; bold: the lowest mean over the seeds all have."
+_ERRORS = (
+    "Training / held-out error at the same points. Autoencoders: squared error per image. Classifiers: wrong answers. "
+    "Text: wrong characters. Bold: the lowest held-out error."
+)
 
 
 def table(results: Path) -> str:
@@ -31,28 +37,24 @@ def table(results: Path) -> str:
     tasks = by_task(results, required=not ablated)
     parts: list[str] = []
     for seconds in budgets_of([run for runs in tasks.values() for run in runs]):
-        served = {task: serving(runs, seconds) for task, runs in tasks.items()}
-        parts += _tables({task: by for task, by in served.items() if by}, f"after {seconds:g} CPU seconds", NAMES)
+        served = {task: by for task, runs in tasks.items() if (by := serving(runs, seconds))}
+        parts += _tables(served, f"after {seconds:g} CPU seconds", explained=not parts)
     if tasks:
-        parts += [*published(tasks), _setup(tasks)]
+        parts += [*published(tasks), *_setup(tasks)]
     return "\n".join([*parts, *(_ablations(ablated) if ablated else ())])
 
 
-def _tables(rows: Mapping[str, _ByColumn], where: str, names: Mapping[str, str]) -> list[str]:
-    columns = [name for name in names if any(name in by for by in rows.values())]
-    head = ["task", *(names[column] for column in columns)]
-    losses = "Weight decay included. Mean [lowest, highest] over seeds; bold: the lowest mean over the seeds all have."
-    errors = (
-        "Training / held-out error, at the same points: of autoencoders the squared error per image, of the others the "
-        "share of wrong answers, of the characters that of wrong characters. Bold: the lowest held-out error."
-    )
+def _tables(rows: Mapping[str, _Compared], where: str, *, explained: bool) -> list[str]:
+    """Losses and errors, a row per task and a column per method."""
+    columns = [name for name in NAMES if any(name in by for by in rows.values())]
+    head = ["task", *(NAMES[column] for column in columns)]
     return [
-        section(f"Training loss {where}", head, [[task, *_losses(by, columns)] for task, by in rows.items()], losses),
-        section(f"Errors {where}", head, [[task, *_errors(by, columns)] for task, by in rows.items()], errors),
+        section(f"{title} {where}", head, [[task, *cells(by, columns)] for task, by in rows.items()], note * explained)
+        for title, cells, note in (("Training loss", _losses, _LOSSES), ("Errors", _errors, _ERRORS))
     ]
 
 
-def _losses(by: _ByColumn, columns: Sequence[str]) -> list[str]:
+def _losses(by: _Compared, columns: Sequence[str]) -> list[str]:
     best = _best(by, "loss")
     return [
         bold(spread(_ends(by[column], "loss")), column == best) + marks(by[column]) if column in by else NONE
@@ -60,7 +62,7 @@ def _losses(by: _ByColumn, columns: Sequence[str]) -> list[str]:
     ]
 
 
-def _errors(by: _ByColumn, columns: Sequence[str]) -> list[str]:
+def _errors(by: _Compared, columns: Sequence[str]) -> list[str]:
     best = _best(by, "held_out_error")
     cells = []
     for column in columns:
@@ -72,7 +74,7 @@ def _errors(by: _ByColumn, columns: Sequence[str]) -> list[str]:
     return cells
 
 
-def _best(by: _ByColumn, quantity: Quantity) -> str | None:
+def _best(by: _Compared, quantity: Quantity) -> str | None:
     """The lowest mean over common seeds."""
     return ahead({column: {run.seed: _end(run, quantity) for run in runs} for column, runs in by.items()})[0]
 
@@ -86,11 +88,16 @@ def _end(run: Run, quantity: Quantity) -> float:
     return float(getattr(run.points[-1], quantity))
 
 
-def _setup(tasks: Mapping[str, Sequence[Run]]) -> str:
-    rows = []
+def _setup(tasks: Mapping[str, Sequence[Run]]) -> list[str]:
+    """Tasks with their runs, and each setting with the runs that used it."""
+    rows: list[list[str]] = []
+    used: dict[tuple[str, str], list[str]] = {}
     for task, runs in tasks.items():
         labels = dict.fromkeys(run.label for run in sorted(runs, key=_order))
         several = {label: [run for run in runs if run.label == label] for label in labels}
+        for label, some in several.items():
+            method = NAMES.get(some[0].method, some[0].method)
+            used.setdefault((method, all_settings(some)), []).append(f"{task} {label}")
         rows.append(
             [
                 task,
@@ -98,26 +105,34 @@ def _setup(tasks: Mapping[str, Sequence[Run]]) -> str:
                 distinct(f"{r.parameters:,}" for r in runs),
                 distinct(f"{r.weight_decay:g}" for r in runs),
                 distinct(_facts(r) for r in runs),
-                distinct(f"{r.machine.get('cpu', NONE)}, torch {r.machine.get('torch', NONE)}" for r in runs),
-                "; ".join(f"{label} (seeds {seeds(some)}): {all_settings(some)}" for label, some in several.items()),
+                "; ".join(f"{label} (seeds {seeds(some)})" for label, some in several.items()),
             ]
         )
-    head = ["task", "samples: training / evaluated / held-out", "parameters", "weight decay", "data", "machine", "runs"]
-    note = "Every run has one thread; its seconds are those of its own process, evaluations not counted."
-    return section("What was run", head, rows, note)
+    every = [run for runs in tasks.values() for run in runs]
+    machines = distinct(f"{run.machine.get('cpu', NONE)}, torch {run.machine.get('torch', NONE)}" for run in every)
+    head = ["task", "samples: training / evaluated / held-out", "parameters", "weight decay", "data", "runs"]
+    note = f"One thread per run; CPU seconds of its process, without evaluations. Machine: {machines}."
+    chosen = [[*setting, "; ".join(names)] for setting, names in used.items()]
+    return [section("What was run", head, rows, note), section("Settings", ["method", "settings", "runs"], chosen, "")]
 
 
 def _ablations(ablated: Mapping[str, Sequence[Run]]) -> list[str]:
-    names = {label: label for label in ABLATIONS}
+    """Losses and errors, a row per variant and two columns per task."""
     parts = []
     for seconds in sorted({run.seconds for runs in ablated.values() for run in runs}):
-        rows: dict[str, dict[str, list[Run]]] = {}
+        found: dict[str, dict[str, list[Run]]] = {}
         for task, runs in ablated.items():
             for run in runs:
-                if run.seconds == seconds and run.label in names:
-                    rows.setdefault(task, {}).setdefault(run.label, []).append(run.cut(OVER * seconds))
-        parts += _tables(rows, f"of ablations after {seconds:g} CPU seconds", names)
-    return [*parts, _setup(ablated).replace("## What was run", "## What was run of ablations")]
+                if run.seconds == seconds and run.label in ABLATIONS:
+                    found.setdefault(task, {}).setdefault(run.label, []).append(run.cut(OVER * seconds))
+        labels = [label for label in ABLATIONS if any(label in by for by in found.values())]
+        columns = [cells(by, labels) for by in found.values() for cells in (_losses, _errors)]
+        head = ["variant", *(f"{task}: {name}" for task in found for name in ("loss", "errors"))]
+        rows = [[label, *cells] for label, *cells in zip(labels, *columns, strict=True)]
+        every = [run for by in found.values() for runs in by.values() for run in runs]
+        note = f"Loss and errors as above. Seeds: {seeds(every)}."
+        parts.append(section(f"Ablations after {seconds:g} CPU seconds", head, rows, note))
+    return parts
 
 
 def _order(run: Run) -> tuple[int, float, str]:

@@ -15,7 +15,7 @@ from experiments.common.markdown import show
 from experiments.common.settings import pair
 from experiments.common.study import at_least_one, named
 from experiments.paper import plan
-from experiments.paper.figures import KINDS, figure
+from experiments.paper.figures import figures
 from experiments.paper.study import study, tune
 from experiments.paper.table import table
 from experiments.supervised.commands import train
@@ -142,19 +142,14 @@ class Table:
 
 @dataclasses.dataclass(frozen=True)
 class Figure:
-    """Draw a figure from the runs found, as PNG; trains nothing."""
+    """Draw the figures of the pages from the runs found, as PNG; trains nothing."""
 
-    kind: tyro.conf.Positional[Literal["convergence", "held-out", "anatomy", "ritz", "all"]] = "all"
-    problems: tyro.conf.Positional[tuple[str, ...]] = ()
-    """Which; all that have runs unless given."""
     results: Path = RESULTS
     out: Path = Path("figures")
 
     def execute(self) -> None:
         """Draw."""
-        for kind in KINDS if self.kind == "all" else (self.kind,):
-            for path in figure(kind, self.results, self.out, self.problems):
-                sys.stdout.write(f"{path}\n")
+        sys.stdout.writelines(f"{path}\n" for path in figures(self.results, self.out))
 
 
 @dataclasses.dataclass(frozen=True)

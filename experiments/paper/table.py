@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from experiments.common.markdown import bold, section, spread
-from experiments.common.reach import Reach, duration, reach
+from experiments.common.reach import duration, reach
 from experiments.common.records import Run, read_runs
 from experiments.common.table import NONE, BySeed, ahead, distinct, marks, mixed, seeds, settings, sizes
 from experiments.paper import published as paper
@@ -31,14 +31,10 @@ from experiments.paper.style import LABELS
 
 NOT_RUN = "not run"
 _AIMED = ("ksd", "hf", "adam")
-_SCHEDULED = ("adam", "sgd")  # their schedule ends with the budget: there is nothing to extrapolate
 _HESSIAN = ("ksd", "ksd-hessian", "hf", "hf-hessian")
 _Grouped = dict[str, dict[str, list[Run]]]  # problem, label; an empty list where all runs are of another budget
 _FIGURES = ("seeds", "lowest training loss", "training / held-out error")
-_COMMON = (
-    "What is compared is the mean over the seeds that all main methods have; one that was run on fewer must be the "
-    "lowest on those that all have."
-)
+_COMMON = "Means are compared over the seeds that all main methods have."
 
 
 def table(results: Path) -> str:
@@ -90,11 +86,10 @@ def _paper_table(grouped: _Grouped, times: Mapping[str, list[str]]) -> str:
         cells += [_errors(runs, best=label == best) for label, runs in pair.items()]
         rows.append([*cells, *times[name]])
     note = (
-        "Errors: training / held-out, at the point of lowest held-out error. Bold: the lower held-out error, by its "
-        "mean over the seeds that both have. KSD time: "
-        "that of KSD over that of HF to the lowest training loss that both reach (column *at loss*), each at its first "
-        "point at or below it, in seconds and in gradients over the training set; below 1, KSD is faster. Last column: "
-        "the same ratio of seconds if HF had ended with half of its budget. The paper's is the time to its early stop."
+        "Errors are training / held-out, at the point of lowest held-out error. Bold marks the lower held-out error. "
+        "KSD time is KSD's time divided by HF's time to the lowest training loss that both reach (*at loss*); below 1, "
+        "KSD is faster. The last column is this ratio if HF ends after half of its budget. The paper's ratio is taken "
+        "at its early stop."
     )
     return section("KSD and HF, the paper's figures and ours", head, rows, note)
 
@@ -110,22 +105,14 @@ def _distance_table(grouped: _Grouped) -> str:
         cells = [name, f"{row.ksd_cv}{' %' if row.percent else ''}"]
         for label in _AIMED:
             runs = [r for run in found.get(label, []) if (r := reach(run, float(row.ksd_cv))) is not None]
-            times = [_when(r, scheduled=label in _SCHEDULED) for r in runs]
-            cells += [spread([r.error for r in runs], digits=3), ", ".join(times)] if runs else [NOT_RUN, NONE]
+            times = distinct("not reached" if r.extrapolated else duration(r.cost) for r in runs)
+            cells += [spread([r.error for r in runs], digits=3), times] if runs else [NOT_RUN, NONE]
         rows.append(cells)
     note = (
-        "Lowest held-out error, and when it came down to the paper's figure, seed by seed. After ≥: when it would, by "
-        "the power law of the second half of the run; errors flatten, so that this is a lower bound. Where the last "
-        "quarter is steeper than the last half, nothing can be said. Rows whose errors do not compare with the paper's "
-        "are left out."
+        "Lowest held-out error within the budget, and the time at which it reaches the paper's figure. Spoken digits "
+        "and StarCraft are left out, since their data differ from the paper's."
     )
     return section("How far from the paper's errors", head, rows, note)
-
-
-def _when(found: Reach, *, scheduled: bool) -> str:
-    if found.extrapolated and scheduled:
-        return "not in this budget"
-    return f"{'≥ ' * (found.extrapolated and math.isfinite(found.cost))}{duration(found.cost)}"
 
 
 def _methods_table(grouped: _Grouped) -> str:
@@ -137,8 +124,8 @@ def _methods_table(grouped: _Grouped) -> str:
         rows.append([name, *(_errors(found.get(label), best=label == best) for label in labels)])
     head = ["problem", *(LABELS[label] for label in labels)]
     note = (
-        "Training / held-out error at the point of lowest held-out error. Bold: the lowest held-out error, KSD's and "
-        f"HF's among them. {_COMMON}"
+        "Training / held-out error at the point of lowest held-out error. Bold marks the lowest held-out error of a "
+        f"row, with KSD and HF in the comparison. {_COMMON}"
     )
     return section("The other methods", head, rows, note)
 
@@ -156,8 +143,8 @@ def _loss_table(grouped: _Grouped) -> str:
         rows.append([name, spent, *cells, _verdict(reached, best, common)])
     head = ["problem", "budget", *(LABELS[label] for label in labels), "ahead"]
     note = (
-        "Lowest training loss, weight decay included, within the budget (and a fortieth more, since steps are whole). "
-        f"Bold: the lowest. {_COMMON} *Ahead*: on how many of those seeds it is the lowest."
+        "Lowest training loss, weight decay included, within the budget plus 1/40, since steps are whole. Bold marks "
+        f"the lowest. {_COMMON} *Ahead* says on how many of these seeds the method has the lowest loss."
     )
     return section("Training loss after equal budgets", head, rows, note)
 
@@ -170,7 +157,7 @@ def _hessian_table(grouped: _Grouped) -> str:
         for label in _HESSIAN
         if found.get(label)
     ]
-    note = "Gauss–Newton matrix unless it says *Hessian*. Errors: at the point of lowest held-out error."
+    note = "Methods use the Gauss–Newton matrix unless *Hessian* is said."
     return section("Gauss–Newton matrix or Hessian", ["problem", "method", *_FIGURES], rows, note)
 
 
@@ -181,7 +168,7 @@ def _others_table(grouped: _Grouped) -> list[str]:
         for label, runs in found.items()
         if label not in LABELS and runs
     ]
-    note = "Runs with other settings than the tuned ones, which the next table has."
+    note = "These runs differ from the tuned ones in their settings, which the last table lists."
     return [section("Other runs", ["problem", "label", *_FIGURES], rows, note)] if rows else []
 
 
@@ -190,33 +177,25 @@ def _figures(runs: Sequence[Run]) -> list[str]:
 
 
 def _setup_table(recorded: _Grouped) -> str:
-    rows = []
+    problems: list[list[str]] = []
+    settings_of: list[list[str]] = []
     for name, found in recorded.items():
         runs = [run for several in found.values() for run in several]
+        if not runs:
+            continue
         clocks = (f"{r.budget}, {r.clock}, {r.threads} thread{'s' if r.threads > 1 else ''}" for r in runs)
-        cells = (
-            map(sizes, runs),
-            (f"{r.parameters:,}" for r in runs),
-            (f"{r.weight_decay:g}" for r in runs),
-            clocks,
-            (str(r.machine.get("cpu", NONE)) for r in runs),
-            (f"torch {r.machine.get('torch', '–')}" for r in runs),
-            (r.started for r in runs),
-        )
+        parameters, decay = (f"{r.parameters:,}" for r in runs), (f"{r.weight_decay:g}" for r in runs)
+        machines = (f"{r.machine.get('cpu', NONE)}, torch {r.machine.get('torch', NONE)}" for r in runs)
+        problems.append([name, *map(distinct, (map(sizes, runs), parameters, decay, clocks, machines))])
         budget = row_budget(found)
-        parts = {
-            label + mark: [run for run in several if (run.allowed == budget) == (not mark)]
-            for label, several in found.items()
-            for mark in ("", " ¶")
-        }
-        several = {label: some for label, some in parts.items() if some}
-        run_on = ", ".join(f"{label} {seeds(some)}" for label, some in several.items())
-        run_with = "; ".join(f"{label} {_settings(some)}" for label, some in several.items())
-        if runs:
-            rows.append([name, *map(distinct, cells), run_on, run_with])
+        for label, several in found.items():
+            for mark in ("", " ¶"):
+                some = [run for run in several if (run.allowed == budget) == (not mark)]
+                if some:
+                    settings_of.append([name, label + mark, seeds(some), _settings(some)])
     head = ["problem", "samples: training / evaluated / held-out", "parameters", "weight decay"]
-    head += ["budget and clock", "processor", "software", "started", "seeds", "settings"]
-    return section("What was run", head, rows, "")
+    run = section("What was run", [*head, "budget and clock", "machine"], problems, "")
+    return "\n".join([run, section("Settings", ["problem", "label", "seeds", "settings"], settings_of, "")])
 
 
 def _settings(runs: Sequence[Run]) -> str:

@@ -140,7 +140,8 @@ class Table:
     """Print tables of the runs found; trains nothing."""
 
     methods: tuple[str, ...] = ()
-    """Only these columns, methods or labels without their budget; all methods unless given."""
+    """Only these columns, methods or labels without their budget; unless given all methods, without the runs that
+    pinn/left_out.json in the results lists."""
     results: Path = RESULTS
     into: Path | None = None
     """Put them into this file instead, between the lines <!-- pinn-table --> and <!-- /pinn-table -->."""
@@ -152,22 +153,14 @@ class Table:
 
 @dataclasses.dataclass(frozen=True)
 class Figure:
-    """Draw the runs found, as PNG; trains nothing."""
+    """Draw the figures of the pages from the runs found, as PNG; trains nothing."""
 
-    methods: tuple[str, ...] = ()
-    """Only these, methods or labels without their budget; all methods unless given."""
     results: Path = RESULTS
     out: Path = Path("figures")
 
     def execute(self) -> None:
         """Draw."""
-        paths = figures(self.results, self.out, self.methods)
-        sys.stdout.writelines(f"{path}\n" for path in paths)
-        if not any("-fields-" in path.name for path in paths):
-            sys.stdout.write(
-                "No pictures of solutions: they need the .npz files beside runs of seed 0, which git does not keep. "
-                "Make those with `python -m experiments pinn study --results mine`.\n"
-            )
+        sys.stdout.writelines(f"{path}\n" for path in figures(self.results, self.out))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from experiments.pinn.images import image, signal_to_noise
+from experiments.pinn.images import image
 from experiments.pinn.networks import Size
 from experiments.pinn.operators import antiderivative
 from experiments.pinn.regressions import regression
@@ -50,8 +50,3 @@ IMAGES: tuple[str, ...] = tuple(_IMAGES)
 def fit(name: str, seed: int, size: Size, dtype: torch.dtype, points: int | None) -> Fit:
     """The fit of that name; ``points`` is how many samples are trained on, if not all there are."""
     return _MAKERS[name](seed, size, dtype, points)
-
-
-def decibels(name: str, error: float) -> float:
-    """The peak signal-to-noise ratio of an image with this relative L2 error."""
-    return signal_to_noise(error, _IMAGES[name].side, _IMAGES[name].channels)

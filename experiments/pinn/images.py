@@ -24,9 +24,6 @@ from experiments.pinn.networks import Network, Size
 from experiments.pinn.samples import Fit, Samples
 from experiments.supervised.networks import linear
 
-PEAK = 2.0
-"""From black to white."""
-
 _FREQUENCY = 30.0  # ω, the authors'
 _DEVIATION = 10.0  # of the entries of B
 _EDGE = 0.01  # of a sigmoid; from a tenth to nine tenths of the ink it is 4.4 times as wide
@@ -81,12 +78,6 @@ def image(
         (axis, axis),
         test,
     )
-
-
-def signal_to_noise(error: float, side: int, channels: int) -> float:
-    """The peak signal-to-noise ratio, in dB, of an image whose relative L2 error on the finer grid is this."""
-    scale = float(finer(side, channels).y.square().mean().sqrt())
-    return math.inf if error == 0 else 20 * math.log10(PEAK / (error * scale))
 
 
 def centres(side: int) -> Tensor:

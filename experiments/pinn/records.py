@@ -7,10 +7,12 @@ A run is one file, ``<results>/pinn/<problem>/<network>/<label>-seed<seed>.jsonl
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import statistics
 from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from experiments.common.budget import Budget
 from experiments.common.records import Quantity, Run, ordered
@@ -18,6 +20,9 @@ from experiments.common.records import read_runs as read_all
 from experiments.pinn.style import BASE
 
 FOLDER = "pinn"
+
+#: In that folder: runs that were not made side by side with the others, so that tables and figures leave them out.
+LEFT_OUT = "left_out.json"
 
 #: Methods whose steps go by the budget: what they had on the way to a longer one is not what a shorter one ends with.
 _SCHEDULED = ("soap",)
@@ -112,14 +117,17 @@ def read_groups(
         results: the folder that holds ``pinn``.
         problems: their order; others follow.
         methods: their order; of runs under other labels than the methods' own only those in ``columns`` are taken.
-        columns: only these, and in this order; all methods unless given.
+        columns: only these, and in this order; unless given all methods, without the runs listed in ``LEFT_OUT``.
         required: whether there must be any.
 
     Raises:
         ValueError: there are no such runs.
     """
     found: dict[tuple[str, float], dict[str, dict[str, list[Run]]]] = {}
+    left_out = [] if columns else _left_out(results)
     for run in read_runs(results):
+        if any(all(getattr(run, name) in values for name, values in some.items()) for some in left_out):
+            continue
         if column(run) in columns or (not columns and column(run) == run.method):
             by = found.setdefault((run.network, run.seconds), {}).setdefault(run.problem, {})
             by.setdefault(column(run), []).append(run)
@@ -133,6 +141,13 @@ def read_groups(
     _fill(found)
     by_budget = sorted(found, key=lambda key: (key[1], key[0]))
     return [_group(*key, found[key], problems, order) for key in by_budget]
+
+
+def _left_out(results: Path) -> list[dict[str, Any]]:
+    """Return what runs are left out: fields of a run, and their values; "why" is for readers of the file."""
+    path = results / FOLDER / LEFT_OUT
+    listed = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+    return [{name: values for name, values in some.items() if name != "why"} for some in listed]
 
 
 def _fill(found: Mapping[tuple[str, float], dict[str, dict[str, list[Run]]]]) -> None:

@@ -1,8 +1,8 @@
-"""Tables of the PINN study as Markdown, one set for each budget and network. Nothing here trains.
+"""Tables of the PINN study as Markdown. Nothing here trains.
 
-Equations that nothing was chosen on have tables of their own. So have fits, and no mean: an image, a table of samples
-and an operator have no error in common.
-Figures are those at the end of runs, medians over seeds. A run that diverged counts with its last finite point.
+There is one table of errors for each network, budget and kind of problem: the nine equations, the equations that
+nothing was chosen on, and the fits, which have no mean, since their errors have nothing in common. The other tables
+cover all of these comparisons. A run that diverged counts with its last finite point.
 """
 
 from __future__ import annotations
@@ -12,140 +12,79 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from experiments.common.markdown import bold, section
-from experiments.common.records import Run
-from experiments.common.table import NONE, all_settings, lowest, marks, seeds
+from experiments.common.records import Quantity, Run, ordered
+from experiments.common.table import NONE, all_settings, lowest, seeds
 from experiments.pinn.ablations import CHANGES
-from experiments.pinn.fits import FITS, IMAGES, decibels
+from experiments.pinn.fits import FITS
 from experiments.pinn.problems import PROBLEMS
 from experiments.pinn.records import BEYOND, Group, compared, geometric_mean, middle, only, read_groups
 from experiments.pinn.style import BASE, NAMES
 from experiments.pinn.unseen import UNSEEN
 
+OURS = "GaussNewtonFlow"
+
+_HEADS = {**NAMES, BASE: OURS, "ksd-krylov": "KSD"}
+_KINDS = {"": PROBLEMS, "unseen equations": UNSEEN, "fits": FITS}
+_LOSSES: tuple[Quantity, ...] = ("loss", "held_out_loss")
+_TIMES = (15.0, 30.0, 60.0, 150.0, 300.0, 900.0)
+
+#: Comparison, such as "3x32, 60 s" → its runs.
+_Groups = Mapping[str, Group]
+
 
 def table(results: Path, columns: Sequence[str] = ()) -> str:
-    """All tables of a folder; only the columns named, or all methods."""
+    """Return all tables of a folder; only the columns named, or all methods."""
     groups = compared(read_groups(results, (*PROBLEMS, *UNSEEN, *FITS), list(NAMES), columns))
-    parts = [part for group in groups if (some := only(group, PROBLEMS)) for part in _tables(some)]
+    found = {
+        ", ".join(part for part in (group.network, f"{group.seconds:g} s", kind) if part): some
+        for kind, problems in _KINDS.items()
+        for group in groups
+        if (some := only(group, problems))
+    }
+    parts = [_errors(name, group, first=not i) for i, (name, group) in enumerate(found.items())]
+    parts += [*_course(found), *_losses(found)]
     if not columns:
         parts += _changes(results)
-    unseen = " on equations that nothing was chosen on"
-    parts += [part for group in groups if (some := only(group, UNSEEN)) for part in _tables(some, unseen)]
-    parts += [part for group in groups if (some := only(group, FITS)) for part in _fit_tables(some)]
-    return "\n".join(parts)
+    return "\n".join([*parts, _setup(found)])
 
 
 def short(value: float) -> str:
-    """Two digits in as few letters as a narrow column needs."""
+    """Return two digits in as few letters as a narrow column needs."""
     if not math.isfinite(value):
         return "not finite"
     digits, _, exponent = f"{value:.1e}".partition("e")
     return f"{digits}e{int(exponent)}"
 
 
-def _tables(group: Group, on: str = "") -> list[str]:
-    where = f"{on} after {group.seconds:g} s, network {group.network}".strip()
-    losses = (
-        "Medians over seeds of the loss on the collocation points that are trained on, and on others; bold: the lowest "
-        "of each. Where the first is far below the second, the points are fitted, and not the equation."
-    )
-    return [
-        _errors(group, where),
-        *_ranges(group, where),
-        *_course(group, on),
-        _losses(group, where, losses),
-        _setup(group, where),
-    ]
-
-
-def _fit_tables(group: Group) -> list[str]:
-    where = f"on fits after {group.seconds:g} s, network {group.network}"
-    medians = _medians(group)
-    errors = (
-        "Median over seeds of the relative L2 error, of an image on a grid twice as fine, of a regression on samples "
-        "without noise that were not trained on, of a DeepONet on such functions; bold: the lowest of the row. "
-        "Networks of the regressions are half as wide as their name says, and of a DeepONet there are two."
-    )
-    losses = (
-        "Medians over seeds of the mean square on the samples that are trained on, and on others, whose targets have "
-        "noise where those have; bold: the lowest of each. Where the first is far below the second, the samples are "
-        "fitted, and not what they were drawn from."
-    )
-    return [
-        section(f"Relative L2 error {where}", ["problem", *_heads(group)], _error_rows(group, medians), errors),
-        *_noise(group, where),
-        *_ranges(group, where),
-        _losses(group, where, losses),
-        _setup(group, where),
-    ]
-
-
-def _noise(group: Group, where: str) -> list[str]:
-    """Of the images, if there are any."""
-    rows = [
-        [name, *(f"{decibels(name, by[column]):.1f}" if column in by else NONE for column in group.columns)]
-        for name, by in _medians(group).items()
-        if name in IMAGES
-    ]
-    note = "That of the errors above, for values from −1 to 1. The finer grid has places that no pixel shows."
-    title = f"Peak signal-to-noise ratio in dB {where}"
-    return [section(title, ["problem", *_heads(group)], rows, note)] if rows else []
-
-
-def _medians(group: Group) -> dict[str, dict[str, float]]:
-    return {name: {column: middle(runs) for column, runs in by.items()} for name, by in group.runs.items()}
-
-
-def _error_rows(group: Group, medians: Mapping[str, Mapping[str, float]]) -> list[list[str]]:
+def _errors(name: str, group: Group, *, first: bool) -> str:
+    """Return the errors at the end of runs; the first of these tables explains all of them."""
+    medians = {problem: {column: middle(runs) for column, runs in by.items()} for problem, by in group.runs.items()}
     rows = []
-    for name, by in group.runs.items():
-        best = lowest(medians[name])
+    for problem, by in group.runs.items():
+        best = lowest(medians[problem])
         cells = [
-            bold(short(medians[name][column]), column == best) + marks(by[column]) if column in by else NONE
+            bold(short(medians[problem][column]), column == best) + _range(by[column]) if column in by else NONE
             for column in group.columns
         ]
-        rows.append([name, *cells])
-    return rows
-
-
-def _errors(group: Group, where: str) -> str:
-    medians = _medians(group)
-    rows = _error_rows(group, medians)
-    rows.append(["geometric mean", *_means(group, medians)])
-    if BASE in group.columns:
-        rows.append([f"ratio to {NAMES[BASE]}", *(_ratio(group.runs, column) for column in group.columns)])
+        rows.append([problem, *cells])
+    if _equations(group):
+        rows.append(["geometric mean", *_means(group, medians)])
+        if BASE in group.columns:
+            rows.append([f"ratio to {OURS}", *(_ratio(group.runs, column) for column in group.columns)])
     note = (
-        "Median over seeds of the relative L2 error on the test grid; bold: the lowest of the row. A method that lacks "
-        "problems has the mean of those it has, with their number. The ratio is the geometric mean over the problems, "
-        f"of medians over the seeds that both the method and {NAMES[BASE]} have; above 1, {NAMES[BASE]} is better."
+        "Relative L2 error: median over seeds [lowest, highest]; bold: the lowest median of the row. Ratio: error of "
+        f"the method ÷ error of {OURS}, over the seeds that both have, geometric mean over the problems."
     )
-    return section(f"Relative L2 error {where}", ["problem", *_heads(group)], rows, note)
+    return section(f"Error: {name}", ["problem", *map(_head, group.columns)], rows, note if first else "")
 
 
-def _changes(results: Path) -> list[str]:
-    """Of the Gauss–Newton flow changed in one thing, beside it as it is, on the seeds that were run so."""
-    groups = read_groups(results, tuple(PROBLEMS), [], (BASE, *CHANGES), required=False)
-    return [_changed(group) for group in groups if set(group.columns) - {BASE}]
+def _equations(group: Group) -> bool:
+    return not set(group.runs) & set(FITS)
 
 
-def _changed(group: Group) -> str:
-    changed = [run for by in group.runs.values() for name, runs in by.items() if name != BASE for run in runs]
-    tried = {run.seed for run in changed}
-    medians = {
-        problem: {
-            column: middle(same) for column, runs in by.items() if (same := [run for run in runs if run.seed in tried])
-        }
-        for problem, by in group.runs.items()
-    }
-    rows = []
-    for column in group.columns:
-        cells = [short(by[column]) if column in by else NONE for by in medians.values()]
-        rows.append([NAMES.get(column, column), *cells, _ratio(group.runs, column)])
-    note = (
-        "Median over seeds of the relative L2 error on the test grid. Ratio: the geometric mean over the problems, of "
-        f"errors with the change to those without; above 1 it does harm. Seeds: {seeds(changed)}."
-    )
-    title = f"{NAMES[BASE]}, changed in one thing: relative L2 error after {group.seconds:g} s, network {group.network}"
-    return section(title, ["change", *medians, "ratio"], rows, note)
+def _range(runs: Sequence[Run]) -> str:
+    ends = [run.final.error for run in runs]
+    return f" [{short(min(ends))}, {short(max(ends))}]" if len(ends) > 1 else ""
 
 
 def _means(group: Group, medians: Mapping[str, Mapping[str, float]]) -> list[str]:
@@ -161,103 +100,112 @@ def _means(group: Group, medians: Mapping[str, Mapping[str, float]]) -> list[str
 
 
 def _ratio(runs: Mapping[str, Mapping[str, Sequence[Run]]], column: str) -> str:
-    """Of medians over the seeds that both have: runs of one seed were made in turn, on an equally fast machine."""
+    """Return the geometric mean over problems of ratios of medians over the seeds that both methods have."""
     pairs = []
     for by in runs.values():
         both = {run.seed for run in by.get(column, ())} & {run.seed for run in by.get(BASE, ())}
         if both:
             pairs.append([middle([run for run in by[name] if run.seed in both]) for name in (column, BASE)])
-    ratio = geometric_mean(mine / base if base else math.nan for mine, base in pairs)
-    return f"{ratio:.3g}" if math.isfinite(ratio) else NONE
+    return _number(geometric_mean(mine / base if base else math.nan for mine, base in pairs))
 
 
-def _ranges(group: Group, where: str) -> list[str]:
-    """If there are several seeds."""
-    if all(len(runs) == 1 for by in group.runs.values() for runs in by.values()):
-        return []
-    rows = []
-    for name, by in group.runs.items():
-        ends = {column: [run.final.error for run in runs] for column, runs in by.items()}
-        cells = [
-            f"{short(min(ends[column]))} – {short(max(ends[column]))}" if column in ends else NONE
-            for column in group.columns
-        ]
-        rows.append([name, *cells])
-    return [section(f"Lowest and highest error {where}", ["problem", *_heads(group)], rows, "Over seeds.")]
+def _number(ratio: float, digits: int = 3) -> str:
+    """Return so many digits, thousands with a comma.
+
+    Example:
+        >>> _number(1234.5), _number(34.27), _number(0.5, 2), _number(1234.5, 2)
+        ('1,230', '34.3', '0.5', '1,200')
+    """
+    if not math.isfinite(ratio):
+        return NONE
+    rounded = float(f"{ratio:.{digits}g}")
+    return f"{rounded:,.0f}" if rounded >= 10 ** (digits - 1) else f"{rounded:.{digits}g}"
 
 
-def _course(group: Group, on: str) -> list[str]:
-    """How the lead changes with time: ratios as in the table of errors, at the points before these seconds."""
-    if BASE not in group.columns or len(group.columns) < 2:
-        return []
-    times = [group.seconds / 2**k for k in range(4, -1, -1)]
-    by_time = [
-        {
-            name: {column: [_until(run, time) for run in runs] for column, runs in by.items()}
-            for name, by in group.runs.items()
-        }
-        for time in times
+def _course(groups: _Groups) -> list[str]:
+    """Return how the lead changes with time, where anything is compared with the base."""
+    rows = [
+        [name, _head(column), *(_ratio(_cut(group, t), column) if t <= group.seconds else NONE for t in _TIMES)]
+        for name, group in groups.items()
+        for column in group.columns
+        if column != BASE and BASE in group.columns and _equations(group)
     ]
-    others = [column for column in group.columns if column != BASE]
-    rows = [[NAMES.get(column, column), *(_ratio(then, column) for then in by_time)] for column in others]
-    note = f"As the last line of the table above, after so many seconds. Above 1, {NAMES[BASE]} is more accurate."
-    head = ["method", *(f"{time:g} s" for time in times)]
-    title = f"Ratio to {NAMES[BASE]} over time{on}, network {group.network}, budget {group.seconds:g} s"
-    return [section(title, head, rows, note)]
+    head = ["comparison", "method", *(f"{t:g} s" for t in _TIMES)]
+    note = f"Error of the method ÷ error of {OURS}, as in the tables above, after so many CPU seconds."
+    return [section("Ratios over time", head, rows, note)] if rows else []
+
+
+def _cut(group: Group, seconds: float) -> dict[str, dict[str, list[Run]]]:
+    return {
+        name: {column: [_until(run, seconds) for run in runs] for column, runs in by.items()}
+        for name, by in group.runs.items()
+    }
 
 
 def _until(run: Run, seconds: float) -> Run:
-    """As if it had ended then: with its last finite point that is not much later."""
+    """Return the run as if it had ended then: with its last finite point that is not much later."""
     then = run.cut(BEYOND * seconds)
     return then if seconds < run.seconds and any(point.finite for point in then.points) else run
 
 
-def _losses(group: Group, where: str, note: str) -> str:
+def _losses(groups: _Groups) -> list[str]:
+    """Return losses of the base on the nine equations."""
+    having = {
+        name: group for name, group in groups.items() if BASE in group.columns and set(group.runs) <= set(PROBLEMS)
+    }
     rows = []
-    for name, by in group.runs.items():
-        train = {column: middle(runs, "loss") for column, runs in by.items()}
-        held_out = {column: middle(runs, "held_out_loss") for column, runs in by.items()}
-        best = lowest(train), lowest(held_out)
-        cells = [
-            f"{bold(short(train[column]), column == best[0])} / {bold(short(held_out[column]), column == best[1])}"
-            if column in by
-            else NONE
-            for column in group.columns
-        ]
-        rows.append([name, *cells])
-    return section(f"Training loss / held-out loss {where}", ["problem", *_heads(group)], rows, note)
+    for problem in ordered((problem for group in having.values() for problem in group.runs), list(PROBLEMS)):
+        found = [group.runs.get(problem, {}).get(BASE, ()) for group in having.values()]
+        both = [[short(middle(runs, name)) for name in _LOSSES if runs] for runs in found]
+        rows.append([problem, *(" / ".join(pair) or NONE for pair in both)])
+    note = "Medians over seeds. A held-out loss far above the training loss means that the points are overfitted."
+    return [section(f"Training / held-out loss of {OURS}", ["problem", *having], rows, note)] if rows else []
 
 
-def _setup(group: Group, where: str) -> str:
+def _changes(results: Path) -> list[str]:
+    """Return ratios of errors of the flow changed in one thing to the errors without the change, seed by seed."""
+    groups = read_groups(results, tuple(PROBLEMS), [], (BASE, *CHANGES), required=False)
+    changed = [(group, column) for group in groups for column in group.columns if column != BASE]
+    problems = [name for name in PROBLEMS if any(column in group.runs.get(name, ()) for group, column in changed)]
     rows = []
-    for column in group.columns:
-        runs = [run for by in group.runs.values() for run in by.get(column, ())]
-        steps = [run.final.step for run in runs]
-        ends = [f"{count} {reason}" for reason in ("stopped", "diverged") if (count := _count(runs, reason))]
-        rows.append(
-            [
-                NAMES.get(column, column),
-                all_settings(runs),
-                seeds(runs),
-                str(len(runs)),
-                f"{min(steps)} – {max(steps)}",
-                f"{max(run.spent for run in runs):.1f}",
-                ", ".join(ends) or NONE,
-            ]
-        )
-    head = ["method", "settings", "seeds", "runs", "steps", "longest, s", "ended before"]
+    for group, column in changed:
+        cells = []
+        for problem in problems:
+            by = group.runs.get(problem, {})
+            mine, base = ({run.seed: run.final.error for run in by.get(name, ())} for name in (column, BASE))
+            cells.append(_ratios([mine[seed] / base[seed] for seed in mine if base.get(seed)]))
+        rows.append([f"{group.seconds:g} s", column, *cells])
     note = (
-        "CPU seconds of one thread; a run ends with the first step at or beyond its budget. Steps are those of the "
-        "loop: methods whose own are cheap do several in one. Stopped: the method could make no progress any more. "
-        "Settings that are not listed are the method's own. Where a longer run of a method stands in for one of this "
-        "budget, it is read at the first point at or beyond it."
+        f"Error with the change ÷ error of {OURS} from the same seed: geometric mean over seeds [lowest, highest]. "
+        "Above 1 the change does harm."
     )
-    return section(f"What was run {where}", head, rows, note)
+    return [section(f"{OURS} changed in one thing", ["after", "change", *problems], rows, note)] if rows else []
 
 
-def _heads(group: Group) -> list[str]:
-    return [NAMES.get(column, column) for column in group.columns]
+def _ratios(values: Sequence[float]) -> str:
+    if not values:
+        return NONE
+    mean, low, high = (_number(value, 2) for value in (geometric_mean(values), min(values), max(values)))
+    return f"{mean} [{low}, {high}]" if len(values) > 1 else mean
 
 
-def _count(runs: Sequence[Run], reason: str) -> int:
-    return sum(run.end == reason for run in runs)
+def _setup(groups: _Groups) -> str:
+    rows = []
+    for name, group in groups.items():
+        for column in group.columns:
+            runs = [run for by in group.runs.values() for run in by.get(column, ())]
+            steps = [run.final.step for run in runs]
+            ends = [f"{n} {end}" for end in ("stopped", "diverged") if (n := sum(run.end == end for run in runs))]
+            cells = [all_settings(runs), seeds(runs), str(len(runs)), f"{min(steps)} – {max(steps)}"]
+            rows.append([name, _head(column), *cells, ", ".join(ends) or NONE])
+    note = (
+        "A run ends with the first step at or beyond its budget. One step of the loop may hold several cheap steps of "
+        "a method. Settings that are not listed are the method's defaults. Where a method lacks a run of a budget, its "
+        "longer run is read at that time."
+    )
+    head = ["comparison", "method", "settings", "seeds", "runs", "steps", "ended early"]
+    return section("Runs", head, rows, note)
+
+
+def _head(column: str) -> str:
+    return _HEADS.get(column, column)

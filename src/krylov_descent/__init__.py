@@ -1,4 +1,4 @@
-"""Krylov Subspace Descent (Vinyals & Povey 2011) for PyTorch: second order, no learning rate, no damping."""
+"""Second-order optimizers for PyTorch: ``KSD`` (Vinyals & Povey 2011), ``GaussNewtonFlow`` and ``least_squares``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from krylov_descent.samples.subsets import Subsets
 if TYPE_CHECKING:
     from krylov_descent.checking import CheckReport, Finding, check
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "DEEP",

@@ -145,7 +145,7 @@ class ClosureOptimizer(Optimizer):
 
     @property
     def comm(self) -> Comm:
-        """The communicator of the ranks that step together."""
+        """Return the communicator of the ranks that step together."""
         return self._comm
 
     def trained(self) -> list[Tensor]:
@@ -297,7 +297,7 @@ class CurvatureOptimizer(ClosureOptimizer):
 
         Args:
             closure: called as ``closure(batch)`` with ``sets``, otherwise as ``closure()``. It returns the mean loss
-                and the model outputs in which the loss is convex (a tensor or a tuple, list or dict of tensors), and
+                and the model outputs it was computed from (a tensor or a tuple, list or dict of tensors), and
                 optionally the weight of that mean. Or it returns the loss alone, as for torch.optim.LBFGS: its
                 ``backward`` is left out, and the outputs are found from the loss. An autocast belongs inside the
                 closure; one around ``step`` is switched off.
@@ -403,7 +403,7 @@ class CurvatureOptimizer(ClosureOptimizer):
 
     @property
     def numel(self) -> int:
-        """P, the number of trainable parameters."""
+        """Return P, the number of trainable parameters."""
         return self._parameters().numel
 
     def whole_state(self) -> Parts:

@@ -47,7 +47,7 @@ DEEP: dict[str, Any] = {"krylov_dim": 1, "preconditioner": "kronecker", "search"
 
 
 class KSD(CurvatureOptimizer):
-    """Krylov Subspace Descent (Vinyals & Povey 2011): second order, without learning rate or damping.
+    """Minimises a loss by Krylov Subspace Descent (Vinyals & Povey 2011), without learning rate or damping.
 
     Each step takes the gradient on a sample set A, builds a Krylov basis from curvature products on a set B, adds
     the previous step, and minimises the true loss over that subspace with BFGS on a set C.
@@ -80,7 +80,7 @@ class KSD(CurvatureOptimizer):
         subspace: a ``SubspaceBuilder`` of your own in place of the Krylov subspace, whose settings (``krylov_dim``,
             ``curvature``, ``previous``, ``memory_budget``, ``storage``) are then ignored.
         process_group: a torch.distributed group whose ranks take one step together; each has its share of the sets and
-            1/R of V. All hold the same parameters and call ``step`` with the same closure and sets (docs/scaling.md).
+            1/R of V. All hold the same parameters and call ``step`` with the same closure and sets.
             ``krylov_descent.distributed.Ranks(group, wire=torch.bfloat16)`` sends fewer bytes.
 
     Example:

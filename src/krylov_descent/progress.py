@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Progress:
-    """A unit of work that a step has just finished.
+    """Tells of a unit of work that a step has just finished.
 
     Attributes:
         phase: "gradient", the pass over A, in micro-batches; "basis", in curvature products; "search", in

@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class StopReason(enum.Enum):
-    """The reason why the search over the subspace ended; ``reason.remedy`` says what to do about it, if anything.
+    """Says why the search of a step ended; ``reason.remedy`` says what to do about it, if anything.
 
     Example:
         >>> from krylov_descent import StopReason
@@ -33,7 +33,7 @@ class StopReason(enum.Enum):
 
     @property
     def remedy(self) -> str:
-        """The meaning of the reason, and what to do about it."""
+        """Return the meaning of the reason, and what to do about it."""
         return _REMEDY[self]
 
 
@@ -118,7 +118,7 @@ class _Loss:
 
 @dataclasses.dataclass(frozen=True)
 class StepReport(_Loss):
-    """The report of one step of an optimizer, used like a number where a loss is: ``total += report``.
+    """Reports one step of an optimizer. Arithmetic and comparisons use its loss: ``total += report``.
 
     Attributes:
         iteration: the number of the step, from 0.
@@ -206,7 +206,7 @@ class StepReport(_Loss):
 
 @dataclasses.dataclass(frozen=True)
 class Settlement(_Loss):
-    """The result of ``settle``: the final loss on A, as which it is used, and whether the last step was kept.
+    """Holds the result of ``settle``: the final loss on A, and whether the last step was kept.
 
     Example:
         >>> Settlement(loss=0.25, accepted=True)

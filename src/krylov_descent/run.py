@@ -21,7 +21,7 @@ from krylov_descent.report import Settlement, StepReport, StopReason
 
 
 class EndReason(enum.Enum):
-    """The reason why a run ended; ``reason.remedy`` explains it.
+    """Says why a run ended; ``reason.remedy`` explains it.
 
     Example:
         >>> from krylov_descent import EndReason
@@ -37,7 +37,7 @@ class EndReason(enum.Enum):
 
     @property
     def remedy(self) -> str:
-        """The meaning of the reason, and a way to lower the loss further."""
+        """Return the meaning of the reason, and a way to lower the loss further."""
         return _REMEDY[self]
 
 
@@ -87,7 +87,7 @@ class Steps(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Best:
-    """The best point of a run.
+    """Holds the best point of a run.
 
     Attributes:
         value: the loss on A there, or the value of ``monitor``.
@@ -110,7 +110,7 @@ class Best:
 
 
 class Run:
-    """An iterable of step reports, made by ``optimizer.run``.
+    """Takes steps as it is iterated over, and yields their reports; ``optimizer.run`` makes it.
 
     Where the loop over it ends or is left by ``break``, the last step is judged (``settle``), unless a step raised. If
     that fails after a ``break``, a warning says so. A further loop goes on where the last one stopped. On several ranks

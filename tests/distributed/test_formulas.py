@@ -1,4 +1,4 @@
-"""What docs/scaling.md says of memory and bytes on R ranks is what processes take and send."""
+"""What docs/appendix/scale.md says of memory and bytes on R ranks is what processes take and send."""
 
 from __future__ import annotations
 

@@ -25,30 +25,30 @@ def test_docstrings_run(name: str) -> None:
 
 
 def test_the_tables_of_the_experiments_are_those_of_the_results() -> None:
-    """``python -m experiments table --into docs/experiments.md`` was run after the last change of results."""
+    """``python -m experiments table --into docs/appendix/paper.md`` was run after the last change of results."""
     from experiments.paper.commands import MARKS
     from experiments.paper.table import table
 
-    page = (ROOT / "docs" / "experiments.md").read_text()
+    page = (ROOT / "docs" / "appendix" / "paper.md").read_text()
     inside = page.partition(MARKS[0])[2].partition(MARKS[1])[0]
     assert inside.strip() == table(ROOT / "results").strip()
 
 
 def test_the_tables_of_the_physics_informed_networks_are_those_of_the_results() -> None:
-    """``python -m experiments pinn table --into docs/pinn.md`` was run after the last change of results."""
+    """``python -m experiments pinn table --into docs/appendix/pinn.md`` was run after the last change of results."""
     from experiments.pinn.commands import MARKS
     from experiments.pinn.table import table
 
-    page = (ROOT / "docs" / "pinn.md").read_text()
+    page = (ROOT / "docs" / "appendix" / "pinn.md").read_text()
     inside = page.partition(MARKS[0])[2].partition(MARKS[1])[0]
     assert inside.strip() == table(ROOT / "results").strip()
 
 
 def test_the_tables_of_deep_networks_are_those_of_the_results() -> None:
-    """``python -m experiments deep table --into docs/deep.md`` was run after the last change of results."""
+    """``python -m experiments deep table --into docs/appendix/deep.md`` was run after the last change of results."""
     from experiments.deep.commands import MARKS
     from experiments.deep.table import table
 
-    page = (ROOT / "docs" / "deep.md").read_text()
+    page = (ROOT / "docs" / "appendix" / "deep.md").read_text()
     inside = page.partition(MARKS[0])[2].partition(MARKS[1])[0]
     assert inside.strip() == table(ROOT / "results" / "deep").strip()

@@ -409,8 +409,8 @@ def test_tune_study_table_and_figure(
     main(["table", "--results", str(tmp_path)])
     assert "order-50" in capsys.readouterr().out
     pytest.importorskip("matplotlib")
-    main(["figure", "convergence", "order-50", "--results", str(tmp_path), "--out", str(tmp_path / "figures")])
-    assert (tmp_path / "figures" / "convergence-order-50.png").exists()
+    main(["figure", "--results", str(tmp_path), "--out", str(tmp_path / "figures")])
+    assert (tmp_path / "figures" / "convergence.png").exists()
 
 
 def test_a_failed_run_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,6 @@ import math
 import pytest
 import torch
 from experiments.pinn import images, operators, regressions
-from experiments.pinn.fits import decibels
 from experiments.pinn.problems import problem
 from scipy.integrate import dblquad, quad
 from torch import Tensor, nn
@@ -55,13 +54,6 @@ def test_fourier_features_are_drawn_from_the_seed_and_not_trained() -> None:
     at = images.centres(4)
     features = torch.cat([f(at @ model.B) for f in (torch.sin, torch.cos)], 1)
     torch.testing.assert_close(model(at), model.network.layers(features)[:, 0])
-
-
-def test_decibels() -> None:
-    rms = float(images.finer(64, 1).y.square().mean().sqrt())
-    assert decibels("image64", 0.02 / rms) == pytest.approx(40)  # a hundredth of the range from −1 to 1
-    assert decibels("image64", 0.0) == math.inf
-    assert math.isnan(decibels("image64", math.nan))
 
 
 def test_friedmans_function_has_mean_0_and_variance_1() -> None:

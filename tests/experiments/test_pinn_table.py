@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from experiments.__main__ import main
 from experiments.common.markdown import put
 from experiments.common.records import read_run
 from experiments.common.series import series
-from experiments.pinn import figures as drawing
 from experiments.pinn.problems import PROBLEMS
 from experiments.pinn.records import fields, read_groups, until
 from experiments.pinn.rivals import METHODS
-from experiments.pinn.style import NAMES, looks
+from experiments.pinn.style import LINES, NAMES
 from experiments.pinn.table import short, table
 
 from tests.drawn import words
@@ -27,12 +28,13 @@ def test_numbers_of_two_digits() -> None:
 
 
 def rows(text: str, title: str) -> dict[str, list[str]]:
-    """The cells of one table by their first, the head under its own name."""
+    """The cells of one table by their first, or first two if tables have several groups."""
     part = text.split(f"## {title}\n")[1].split("\n## ")[0]
     lines = [
         [cell.strip() for cell in line.strip("|").split("|")] for line in part.splitlines() if line.startswith("|")
     ]
-    return {line[0]: line[1:] for line in lines}
+    n = 2 if lines[0][0] in ("after", "comparison") else 1
+    return {" ".join(line[:n]): line[n:] for line in lines}
 
 
 @pytest.fixture(scope="module")
@@ -63,24 +65,36 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_changes_stand_beside_the_same_seeds_as_it_is(tmp_path: Path) -> None:
+def test_changes_are_compared_with_the_same_seeds(tmp_path: Path) -> None:
     for seed, error in enumerate((1e-4, 1e-3)):
         write(tmp_path, "poisson2d", "ksd-rational", error, seed=seed)
         write(tmp_path, "wave", "ksd-rational", 10 * error, seed=seed)
+        write(tmp_path, "wave", "ksd-rational", 20 * 4**seed * error, seed=seed, label="without-bend-60s")
     write(tmp_path, "poisson2d", "ksd-rational", 4e-4, label="without-bend-60s")
-    write(tmp_path, "wave", "ksd-rational", 9e-3, label="without-bend-60s")
     write(tmp_path, "wave", "ksd-rational", 5e-4, label="rows-800-60s")
-    text = table(tmp_path)
-    found = rows(text, "KSD, rational, changed in one thing: relative L2 error after 60 s, network 3x32")
-    assert found["change"] == ["poisson2d", "wave", "ratio"]
-    assert found["KSD, rational"] == ["1.0e-4", "1.0e-3", "1"]  # of seed 0 alone
-    assert found["without-bend"] == ["4.0e-4", "9.0e-3", "6"]  # (4 · 9)^(1/2)
-    assert found["rows-800"] == ["–", "5.0e-4", "0.5"]
+    write(tmp_path, "wave", "ksd-rational", 5e-4, seed=7, label="rows-100-60s")  # the flow as it is lacks that seed
+    found = rows(table(tmp_path), "GaussNewtonFlow changed in one thing")
+    assert found["60 s without-bend"] == ["4", "4 [2, 8]"]
+    assert found["60 s rows-800"] == ["–", "0.5"]
+    assert found["60 s rows-100"] == ["–", "–"]
     assert "changed" not in table(tmp_path, ["ksd-rational"])
 
 
+def test_runs_that_are_listed_are_left_out_unless_named(tmp_path: Path) -> None:
+    for seed in (0, 1):
+        write(tmp_path, "wave", "ksd-rational", 1e-6, seed=seed)
+        write(tmp_path, "wave", "lm", 10.0**-seed, seed=seed)
+    write(tmp_path, "wave", "soap", 1e-2)
+    listed = [{"why": "other hours", "label": ["lm-60s"], "seed": [1, 2]}, {"label": ["soap-60s"], "problem": ["wave"]}]
+    (tmp_path / "pinn" / "left_out.json").write_text(json.dumps(listed))
+    found = rows(table(tmp_path), "Error: 3x32, 60 s")
+    assert found["problem"] == ["GaussNewtonFlow", "LM"]
+    assert found["wave"][1] == "1.0e0"
+    named = rows(table(tmp_path, ["lm", "soap"]), "Error: 3x32, 60 s")
+    assert named["wave"] == ["5.5e-1 [1.0e-1, 1.0e0]", "**1.0e-2**"]
+
+
 def test_ratios_are_of_seeds_that_both_have(tmp_path: Path) -> None:
-    """Seeds may be of days on which the machine was not equally fast."""
     for seed, error in enumerate((1e-6, 1e-6, 1e-3)):
         write(tmp_path, "wave", "ksd-rational", error, seed=seed)
     write(tmp_path, "wave", "lm", 1e-2, seed=2)
@@ -88,10 +102,10 @@ def test_ratios_are_of_seeds_that_both_have(tmp_path: Path) -> None:
     write(tmp_path, "wave", "nncg", 1e-2, seed=3)
     write(tmp_path, "wave", "ksd-rational", 1e-2, seconds=30.0)  # for ablations
     text = table(tmp_path)
-    found = rows(text, "Relative L2 error after 60 s, network 3x32")
-    ratios = dict(zip(found["problem"], found["ratio to KSD, rational"], strict=True))
-    assert (ratios["LM"], ratios["SOAP"], ratios["NNCG"]) == ("10", "1e+04", "–")
-    assert "after 30 s" not in text
+    found = rows(text, "Error: 3x32, 60 s")
+    ratios = dict(zip(found["problem"], found["ratio to GaussNewtonFlow"], strict=True))
+    assert (ratios["LM"], ratios["SOAP"], ratios["NNCG"]) == ("10", "10,000", "–")
+    assert "30 s" not in text.replace(" 30 s |", "")
 
 
 def test_longer_runs_stand_in_for_shorter_ones(tmp_path: Path) -> None:
@@ -131,17 +145,17 @@ def test_what_a_run_was_before_is_known_near_its_points_alone(tmp_path: Path) ->
 
 
 def test_ratios_over_time_are_those_of_the_points_until_then(tmp_path: Path) -> None:
-    """Points are at 0, 1, 8 and 60 s, errors e^(1/3) at 1 s and e^(2/3) at 8 s."""
-    write(tmp_path, "wave", "ksd-rational", 1e-6)
-    write(tmp_path, "wave", "lm", 1e-3)
-    found = rows(table(tmp_path), "Ratio to KSD, rational over time, network 3x32, budget 60 s")
-    assert found["method"] == ["3.75 s", "7.5 s", "15 s", "30 s", "60 s"]
-    assert found["LM"] == ["10", "10", "100", "100", "1e+03"]
+    """Points are at 0, 1, 20 and 60 s, errors e^(1/3) at 1 s and e^(2/3) at 20 s."""
+    write(tmp_path, "wave", "ksd-rational", 1e-6, third=20.0)
+    write(tmp_path, "wave", "lm", 1e-3, third=20.0)
+    found = rows(table(tmp_path), "Ratios over time")
+    assert found["comparison method"] == ["15 s", "30 s", "60 s", "150 s", "300 s", "900 s"]
+    assert found["3x32, 60 s LM"] == ["10", "100", "1,000", "–", "–", "–"]
 
 
 def test_table_of_errors(results: Path) -> None:
     text = table(results)
-    found = rows(text, "Relative L2 error after 60 s, network 3x32")
+    found = rows(text, "Error: 3x32, 60 s")
     assert list(found) == [
         "problem",
         found_dashes(found),
@@ -149,17 +163,17 @@ def test_table_of_errors(results: Path) -> None:
         "burgers",
         "wave",
         "geometric mean",
-        "ratio to KSD, rational",
+        "ratio to GaussNewtonFlow",
     ]
-    assert found["problem"] == ["KSD, rational", "LM", "SOAP"]
-    assert found["poisson2d"] == ["**1.0e-4**", "1.0e-3", "1.0e-2"]  # medians of factors 1, 4 and 0.5
-    assert found["burgers"] == ["1.0e-2", "**1.0e-3** †", "1.0e-1 ◊"]
+    assert found["problem"] == ["GaussNewtonFlow", "LM", "SOAP"]
+    # Medians of factors 1, 4 and 0.5.
+    assert found["poisson2d"][:2] == ["**1.0e-4** [5.0e-5, 4.0e-4]", "1.0e-3 [5.0e-4, 4.0e-3]"]
+    assert found["burgers"][1:] == ["**1.0e-3** [1.0e-3, 1.0e-3]", "1.0e-1 [1.0e-1, 1.0e-1]"]
     assert found["wave"] == ["5.0e-1", "**2.5e-1**", "–"]
     # (1e-4 · 1e-2 · 0.5)^(1/3), (1e-3 · 1e-3 · 0.25)^(1/3), (1e-2 · 1e-1)^(1/2), which is over other problems.
     assert found["geometric mean"] == ["7.9e-3", "**6.3e-3**", "3.2e-2 (2 of 3)"]
     # (10 · 0.1 · 0.5)^(1/3); of the two problems that both have (100 · 10)^(1/2).
-    assert found["ratio to KSD, rational"] == ["1", "0.794", "31.6"]
-    assert "† A seed whose loss was not finite at the end." in text
+    assert found["ratio to GaussNewtonFlow"] == ["1", "0.794", "31.6"]
     assert "rows800" not in text
 
 
@@ -167,18 +181,16 @@ def found_dashes(found: dict[str, list[str]]) -> str:
     return next(key for key in found if set(key) == {"-"})
 
 
-def test_table_of_ranges_losses_and_settings(results: Path) -> None:
+def test_tables_of_losses_and_runs(results: Path) -> None:
     text = table(results)
-    ranges = rows(text, "Lowest and highest error after 60 s, network 3x32")
-    assert ranges["poisson2d"] == ["5.0e-5 – 4.0e-4", "5.0e-4 – 4.0e-3", "1.0e-2 – 1.0e-2"]
-    losses = rows(text, "Training loss / held-out loss after 60 s, network 3x32")
-    assert losses["poisson2d"] == ["1.0e-8 / 3.0e-8", "1.0e-6 / 3.0e-6", "**1.0e-12** / **3.0e-12**"]
-    setup = rows(text, "What was run after 60 s, network 3x32")
-    assert setup["LM"] == ["start=1", "0 1 2", "7", "3 – 3", "61.5", "2 stopped, 1 diverged"]
-    assert setup["SOAP"][0] == "– ◊ lr=0 ◊ lr=1 ◊ lr=2"
-    assert rows(text, "Relative L2 error after 300 s, network 3x32")["wave"] == ["1.2e-1"]
-    assert "Lowest and highest error after 300 s" not in text  # one seed
-    only = rows(table(results, ["lm", "ksd-rational-rows800"]), "Relative L2 error after 60 s, network 3x32")
+    losses = rows(text, "Training / held-out loss of GaussNewtonFlow")
+    assert losses["problem"] == ["3x32, 60 s"]
+    assert losses["poisson2d"] == ["1.0e-8 / 3.0e-8"]
+    setup = rows(text, "Runs")
+    assert setup["3x32, 60 s LM"] == ["start=1", "0 1 2", "7", "3 – 3", "2 stopped, 1 diverged"]
+    assert setup["3x32, 60 s SOAP"][0] == "– ◊ lr=0 ◊ lr=1 ◊ lr=2"
+    assert rows(text, "Error: 3x32, 300 s")["wave"] == ["1.2e-1"]
+    only = rows(table(results, ["lm", "ksd-rational-rows800"]), "Error: 3x32, 60 s")
     assert only["problem"] == ["LM", "ksd-rational-rows800"]
     assert only["wave"] == ["2.5e-1", "**1.0e-9**"]
 
@@ -188,7 +200,7 @@ def test_the_table_goes_between_its_marks(results: Path, tmp_path: Path) -> None
     page.write_text("before\n<!-- pinn-table -->\nwhat stood here\n<!-- /pinn-table -->\nafter\n")
     main(["pinn", "table", "--results", str(results), "--into", str(page)])
     text = page.read_text()
-    assert text.startswith("before\n<!-- pinn-table -->\n\n## Relative L2 error")
+    assert text.startswith("before\n<!-- pinn-table -->\n\n## Error: 3x32, 60 s\n")
     assert text.endswith("\n\n<!-- /pinn-table -->\nafter\n")
     assert "what stood here" not in text
     with pytest.raises(ValueError, match="lacks the lines <!-- a --> and <!-- /a -->"):
@@ -209,11 +221,9 @@ def test_tables_of_packed_runs_are_the_same(results: Path, tmp_path: Path, capsy
     for folder in (path for path in (tmp_path / "pinn").iterdir() if path.is_dir()):
         shutil.rmtree(folder)
     assert table(tmp_path) == table(results)
-    main(["pinn", "figure", "--results", str(tmp_path), "--out", str(tmp_path)])
-    assert "No pictures of solutions" in capsys.readouterr().out
 
 
-def test_medians_over_seeds_hold_the_last_point(results: Path) -> None:
+def test_an_exact_curve_is_at_the_points_of_all_seeds(results: Path) -> None:
     group = read_groups(results, PROBLEMS, list(NAMES))[0]
     curve = series(group.runs["poisson2d"]["ksd-rational"], "seconds", "error", exact=True)
     assert curve is not None
@@ -221,19 +231,19 @@ def test_medians_over_seeds_hold_the_last_point(results: Path) -> None:
     assert curve.middle == pytest.approx([1e-4 ** (1 / 3), 1e-4 ** (2 / 3), 1e-4])
 
 
-def test_figures(results: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    said = words(monkeypatch, drawing)
-    paths = drawing.figures(results, tmp_path)
-    kinds = ("error-3x32-60s", "fields-3x32-60s", "held-out-3x32-60s", "error-3x32-300s", "held-out-3x32-300s")
-    assert [path.name for path in paths] == [f"pinn-{kind}.png" for kind in kinds]
-    assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths)
-    fields = said["pinn-fields-3x32-60s.png"]
-    assert "poisson2d: u*" in fields
-    assert "|u − u*|, LM" in fields  # the best rival, not SOAP
-    assert not any("SOAP" in text for text in fields)
+def test_figures(results: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    said = words(monkeypatch)
+    main(["pinn", "figure", "--results", str(results), "--out", str(tmp_path)])
+    names = [Path(line).name for line in capsys.readouterr().out.splitlines()]
+    # Of 300 s there is no method that is drawn.
+    assert names == ["readme.png", "readme-dark.png", "pinn.png", "pinn-dark.png"]
+    assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in names)
+    assert {"Wave", "Burgers", "GaussNewtonFlow", "CPU seconds", "relative error"} <= said["readme-dark.png"]
+    assert "Poisson, 2-D" not in said["readme.png"]  # three equations are enough there
+    assert not any("SOAP" in text for texts in said.values() for text in texts)
 
 
-def test_every_method_has_a_name_and_a_look_of_its_own() -> None:
+def test_every_method_has_a_name_and_those_in_figures_a_look_of_their_own() -> None:
     assert set(NAMES) == set(METHODS)
-    assert len({(look.colour, str(look.dashes)) for look in looks([*NAMES, "other"]).values()}) == len(NAMES) + 1
-    assert len({look.marker for look in looks(list(NAMES)).values()}) == len(NAMES)
+    assert set(LINES) < set(NAMES)
+    assert len({line.colour for line in LINES.values()}) == len({str(line.dashes) for line in LINES.values()}) + 1 == 5

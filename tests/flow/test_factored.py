@@ -1,4 +1,4 @@
-"""The flow: its direction, its bend and damped steps, by dense algebra."""
+"""The flow direction, its geodesic acceleration and damped steps agree with dense algebra."""
 
 from __future__ import annotations
 

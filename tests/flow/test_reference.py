@@ -1,4 +1,4 @@
-"""The flow, step by step, is that of dense algebra: direction, bend, lengths, dampings, and what is carried along."""
+"""Each flow step agrees with dense algebra: direction, geodesic acceleration, lengths, dampings, and momentum."""
 
 from __future__ import annotations
 

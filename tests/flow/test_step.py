@@ -165,7 +165,7 @@ def numbers_of(optimizer: GaussNewtonFlow) -> dict[str, Any]:
 
 
 def test_where_no_candidate_helps_a_search_of_their_span_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All pieces of the flow and all damped steps are too long by far, after the seven steps that gather."""
+    """All steps along the direction and all damped steps are far too long, after the seven steps that gather."""
     model, closure, start = stubborn(1e-9)
     optimizer = GaussNewtonFlow(model.parameters())
     optimizer.step(closure)
@@ -338,7 +338,7 @@ def test_pieces_become_longer_only_where_the_loss_falls_as_the_flow_says() -> No
 
 
 def test_on_a_linear_fit_they_do() -> None:
-    """Nothing bends: each step follows its longest piece, and a state remembers how long that is."""
+    """Without curvature of the path, each step is as long as allowed, and a state remembers its length."""
     torch.manual_seed(0)
     model, x = nn.Linear(30, 1).double(), torch.randn(600, 30, dtype=F64)
     y = x @ torch.randn(30, 1, dtype=F64)

@@ -311,7 +311,7 @@ def test_overview_of_any_length(count: int) -> None:
         "Loss on A before each step",
         "Time of each step by phase",
         "Ritz values",
-        "Size of each step along the vectors of its basis",
+        "Step along each basis vector",
     ]
     words = figure.get_suptitle().split(" · ")
     assert words[:3] == [
@@ -333,7 +333,7 @@ def test_overview_of_a_flow_shows_what_it_did() -> None:
     figure.draw_without_rendering()
     assert not any(texts(ax) for ax in figure.axes)  # nothing is empty
     fraction, damping, rows = figure.axes[2:]
-    titles = ["Part η of the direction: 0 at the marks", "Damping λ of the direction", "Rows of the sketch"]
+    titles = ["Step fraction η: 0 at the marks", "Damping λ", "Rows of the sketch"]
     assert [ax.get_title() for ax in (fraction, damping, rows)] == titles
     assert [ax.get_yscale() for ax in (fraction, damping, rows)] == ["log", "log", "linear"]
     assert xy(fraction.get_lines()[0]) == ([0, 3], [0.5, 0.01])
@@ -435,9 +435,35 @@ def test_a_trial_has_a_curve_and_a_label_for_each_method_that_ended() -> None:
     assert list(labels) == ["KSD", "Adam, lr 0.001", "Adam, lr 0.01"]
     assert labels["KSD"].get_color() == lines[0].get_color() != labels["Adam, lr 0.01"].get_color()
     assert labels["Adam, lr 0.01"].get_color() == labels["Adam, lr 0.001"].get_color()
-    heights = [text.get_position()[1] for text in labels.values()]
-    assert min(b - a for a, b in itertools.pairwise(heights)) > 0.05
+    drawn(ax)
+    boxes = sorted((text.get_window_extent().intervaly for text in labels.values()), key=min)
+    assert all(max(below) <= min(above) for below, above in itertools.pairwise(boxes))  # none over another
     assert ax.get_yscale() == "log"
     assert plot.trial(CheckReport((), ours, (row("KSD", ours, -1.0),))).get_yscale() == "linear"
     with pytest.raises(ValueError, match="try_seconds"):
         plot.trial(CheckReport((), ours))
+
+
+def test_on_a_dark_background_text_is_light_and_curves_are_brighter() -> None:
+    def brightness(colour: Any) -> float:
+        return sum(mpl.colors.to_rgb(colour))
+
+    light = plot.convergence([record(0, accepted=False)], label="run")
+    dark: list[Any] = [{"figure.facecolor": "#131416"}, mpl.style.library["dark_background"]]
+    for settings in dark:
+        with mpl.rc_context(settings):
+            ax = plot.convergence([record(0, accepted=False)], label="run")
+        legend = ax.get_legend()
+        assert legend is not None
+        shown = [ax.title, ax.xaxis.label, *ax.get_xticklabels(), *legend.get_texts()]
+        assert all(brightness(text.get_color()) > 2 for text in shown)
+        assert brightness(ax.get_facecolor()) < 1
+        for name in ("run", "previous step undone"):
+            assert brightness(line_of(ax, name).get_color()) > brightness(line_of(light, name).get_color())
+    assert brightness(light.title.get_color()) < 1
+
+
+def test_text_is_large_enough() -> None:
+    figure = plot.overview([record(i) for i in range(3)])
+    sizes = [float(text.get_fontsize()) for text in figure.findobj(mpl.text.Text) if text.get_text()]
+    assert min(sizes) >= 10

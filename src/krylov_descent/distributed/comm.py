@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class RankError(RuntimeError):
-    """Another rank failed or cannot be reached; raised on every rank.
+    """Is raised on every rank if one of them failed or cannot be reached.
 
     Attributes:
         connected: whether ranks can still communicate.

@@ -64,7 +64,7 @@ def _note(W: Tensor, p: DTensor) -> None:
 
 @contextmanager
 def regathering() -> Iterator[None]:
-    """A context in which no graph keeps a whole parameter."""
+    """Return a context in which no graph keeps a whole parameter."""
 
     def pack(x: Tensor) -> Any:
         if isinstance(x, DTensor) or not x.numel():

@@ -32,7 +32,7 @@ all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dis
 
 @dataclass(frozen=True)
 class Ranks:
-    """Options for several ranks, beyond the plain ``process_group=group``.
+    """Sets options for several ranks, beyond the plain ``process_group=group``.
 
     Args:
         group: the process group; None for a single process.

@@ -26,7 +26,7 @@ class _Room:
 
 
 class GaussNewtonFlow(CurvatureOptimizer):
-    """The sketched Gauss–Newton flow: for physics-informed networks and least squares in float64.
+    """Minimises squared residuals by sketched Gauss–Newton steps: for physics-informed networks, in float64.
 
     Each step samples rows of the residuals' Jacobian J, solves for the damped Gauss–Newton (natural gradient)
     direction of these rows and of earlier steps, and takes a short step along it that lowers the loss:
@@ -39,7 +39,7 @@ class GaussNewtonFlow(CurvatureOptimizer):
       residuals then shrink alike, as along the Gauss–Newton flow dθ/dt = φ. λ and η adapt; if no fraction lowers the
       loss for several steps, Levenberg–Marquardt steps are tried.
 
-    It needs a loss that is convex and separable in the outputs of the closure (squares of residuals), up to some ten
+    It needs a loss that is convex and separable in the model outputs (squares of residuals), up to some ten
     thousand parameters, and float64. On several ranks, each samples rows of its own samples: a step on R ranks uses
     other rows than a step in one process, unless all rows fit. With the same number of ranks a run is reproducible.
 
@@ -54,7 +54,7 @@ class GaussNewtonFlow(CurvatureOptimizer):
         rollback: with sets, undo a step that raised the loss on A.
         memory_budget: bytes that the sketch may take. None for the free memory.
         seed: the seed of the row sampling.
-        process_group: a torch.distributed group whose ranks take one step together (docs/scaling.md).
+        process_group: a torch.distributed group whose ranks take one step together.
 
     Example:
         >>> import torch

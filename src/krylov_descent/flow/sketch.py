@@ -26,7 +26,7 @@ ROWS = 400  # default of m
 # Peak memory in units of m·n numbers: J, per-row weights and their gradients (measured: 4.3 to 4.7), and a third more,
 # since many small terms may add rows beyond m.
 _COPIES = 6.25
-_TIMED = 100_000  # most parameters with which steps were timed (docs/performance.md)
+_TIMED = 100_000  # most parameters with which steps were timed (docs/appendix/speed.md)
 
 
 def sketch_bytes(rows: int, numel: int, dtype: torch.dtype) -> int:
@@ -51,7 +51,7 @@ def refusal(
 
 def against_flow(numel: int, dtype: torch.dtype, room: int | None) -> str | None:
     """Return the reason against the flow for this number of parameters and ``room`` bytes, or None."""
-    if dtype != torch.float64:  # docs/integrations.md has figures
+    if dtype != torch.float64:  # docs/howto/integrations.md has figures
         return "GaussNewtonFlow was ahead in float64, and in float32 neither method was"
     if numel > _TIMED:
         return f"GaussNewtonFlow was timed up to {_TIMED:,} parameters, and the model has {numel:,}"

@@ -1,1 +1,1 @@
-"""KSD inside the training loops of other frameworks: one module each, which needs its framework; nothing else does."""
+"""Integrations run KSD inside other frameworks: one module for each, which alone imports that framework."""

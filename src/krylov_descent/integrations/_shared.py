@@ -1,4 +1,4 @@
-"""What several integrations need: eval mode for the length of a step, the residuals of a loss, notes in the log."""
+"""Helpers of several integrations: eval mode during a step, the residuals of a loss, notes in the log."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 class Residuals:
-    """What the loss functions of a physics-informed network are given, collected while a closure runs."""
+    """Collects the residuals that a physics-informed network gives to its loss functions, while a closure runs."""
 
     def __init__(self) -> None:
         self._collected: list[Tensor] | None = None
 
     @contextmanager
     def collected(self) -> Iterator[list[Tensor]]:
-        """The residuals that are seen inside."""
+        """Yield the list of the residuals that are seen inside."""
         collected: list[Tensor] = []
         self._collected = collected
         try:
@@ -42,7 +42,7 @@ class Residuals:
             self._collected = None
 
     def see(self, residual: Tensor) -> Tensor:
-        """The residual to go on with; where it is collected, a node of its own, as one may be computed from another."""
+        """Return the residual to go on with: a node of its own if collected, as one may be computed from another."""
         if self._collected is None or not residual.requires_grad:
             return residual
         plain = residual.as_subclass(Tensor)
@@ -52,13 +52,13 @@ class Residuals:
 
 
 def log_notes(report: StepReport) -> None:
-    """Put what the first step found of the problem into the log, for runs whose reports nobody reads."""
+    """Log the notes of the first step, for runs whose reports nobody reads."""
     if report.iteration == 0 and report.notes:
         LOGGER.warning("First step: %s", " ".join(report.notes))
 
 
 def numbers(report: StepReport) -> dict[str, float]:
-    """The numbers of a step that loggers show beside its loss."""
+    """Return the numbers of a step that loggers show beside its loss."""
     return {
         "grad_norm": report.grad_norm,
         "search_loss": report.search_loss_after,

@@ -69,7 +69,7 @@ def compile_ksd(
             (``krylov_dim``: KSD; ``rows``: GaussNewtonFlow). Otherwise it chooses GaussNewtonFlow for the mean squared
             residuals of a ``dde.data.PDE`` or ``TimePDE`` in float64, for up to 100,000 parameters, if its sketch fits
             in memory (if ``verbose``, the log says which of the last three fails), and KSD elsewhere.
-            docs/integrations.md has figures.
+            docs/howto/integrations.md has figures.
         on_report: a function called with the ``StepReport`` of each step: a writer of ``krylov_descent.writers``, or
             ``reports.append``.
         **arguments: arguments of the method. An "l2" regularisation of the network becomes its ``weight_decay``.

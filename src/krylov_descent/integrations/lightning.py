@@ -34,7 +34,7 @@ _STATE_OF_RANKS = "krylov_descent"  # its entry in a checkpoint
 
 
 class StepsLoader:
-    """A training loader for ``KSDModule``: an epoch is ``steps`` steps on sets drawn from all samples.
+    """Gives ``KSDModule`` its training data: an epoch is ``steps`` steps on sets drawn from all samples.
 
     Args:
         sets: the sampler of A, B and C.
@@ -73,7 +73,7 @@ class StepsLoader:
 
 
 class KSDModule(LightningModule):
-    """A LightningModule trained by KSD. Define ``loss_and_outputs``; all other methods have defaults.
+    """Trains a LightningModule by KSD: define ``loss_and_outputs``; all other methods have defaults.
 
     - ``configure_optimizers`` returns ``KSD(self.parameters())``; override it to return another ``KSD(...)``, or
       ``GaussNewtonFlow(...)``.
@@ -133,7 +133,7 @@ class KSDModule(LightningModule):
 
     @property
     def process_group(self) -> ProcessGroup | None:
-        """The group of all processes of the trainer, for ``KSD(process_group=...)``; None for a single process."""
+        """Return the group of the trainer's processes, for ``KSD(process_group=...)``; None in a single process."""
         if not torch.distributed.is_available() or not torch.distributed.is_initialized():
             return None
         return torch.distributed.group.WORLD
@@ -245,7 +245,7 @@ def _ksd_of(trainer: Trainer) -> CurvatureOptimizer:
     if not isinstance(trainer.strategy, (SingleDeviceStrategy, DDPStrategy)):
         raise ValueError(
             f"Trainer(strategy={type(trainer.strategy).__name__}): KSDModule knows one device and DDP. For sharded "
-            "parameters use KSD without Lightning, under torchrun: docs/scaling.md."
+            "parameters use KSD without Lightning, under torchrun: docs/appendix/scale.md."
         )
     if trainer.world_size > 1 and optimizer.comm.ranks != trainer.world_size:
         raise ValueError(

@@ -63,7 +63,7 @@ class _Fitting(TorchOptimizer):  # type: ignore[misc]
 
 
 class KSDSolver(SingleModelSolver):  # type: ignore[misc]
-    """Mix-in that trains a single-model solver of PINA by KSD or GaussNewtonFlow; the first base class.
+    """Trains a single-model solver of PINA by KSD or GaussNewtonFlow; use it as the first base class.
 
     ``KSDPINN`` and ``KSDSupervisedSolver`` use it. For another solver:
     ``class KSDGradientPINN(KSDSolver, GradientPhysicsInformedSingleModelSolver): pass``.
@@ -73,7 +73,7 @@ class KSDSolver(SingleModelSolver):  # type: ignore[misc]
         model: as for any solver.
         optimizer: ``TorchOptimizer(KSD, ...)`` or ``TorchOptimizer(GaussNewtonFlow, ...)``. The default is
             GaussNewtonFlow for the mean squared residuals of a ``KSDPINN`` in float64, for up to 100,000 parameters, if
-            its sketch fits in memory, and KSD with K = 50 elsewhere. docs/integrations.md has figures.
+            its sketch fits in memory, and KSD with K = 50 elsewhere. docs/howto/integrations.md has figures.
         **arguments: arguments of the solver: ``weighting``, ``loss``, ...
 
     Attributes:
@@ -210,7 +210,7 @@ def _without_labels(_: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 class KSDPINN(KSDSolver, PhysicsInformedSingleModelSolver):  # type: ignore[misc]
-    """A physics-informed solver (PINA's ``PINN``) trained by KSD or GaussNewtonFlow.
+    """Trains a physics-informed network (PINA's ``PINN``) by KSD or GaussNewtonFlow.
 
     Arguments are those of ``KSDSolver``.
 
@@ -234,7 +234,7 @@ class KSDPINN(KSDSolver, PhysicsInformedSingleModelSolver):  # type: ignore[misc
 
 
 class KSDSupervisedSolver(KSDSolver, SupervisedSingleModelSolver):  # type: ignore[misc]
-    """A supervised solver of PINA trained by KSD, over all data at once.
+    """Trains a supervised solver of PINA by KSD, over all data at once.
 
     For data too large for one evaluation, use ``krylov_descent.KSD`` with ``Subsets``.
     Arguments are those of ``KSDSolver``, and ``use_lt``.

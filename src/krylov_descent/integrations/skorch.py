@@ -37,7 +37,7 @@ _INPUT, _WEIGHT = "krylov_descent.input", "krylov_descent.sample_weight"
 
 
 class KSDNet(NeuralNet):  # type: ignore[misc]
-    """A skorch net trained by KSD; also a first base class: ``class MyNet(KSDNet, NeuralNetClassifier)``.
+    """Trains a skorch net by KSD; also a first base class: ``class MyNet(KSDNet, NeuralNetClassifier)``.
 
     Args:
         module: as for any skorch net.
@@ -81,11 +81,11 @@ class KSDNet(NeuralNet):  # type: ignore[misc]
 
     @property
     def reports_(self) -> list[dict[str, Any]]:
-        """The reports of all steps in the history."""
+        """Return the reports of all steps in the history."""
         return [report for epoch in self.history for report in epoch["batches"][0].get("reports", ())]
 
     def outputs_of(self, y_pred: Any) -> Any:
-        """Return the outputs in which the loss is convex: all that the module returned, unless overridden."""
+        """Return the model outputs that the loss is computed from: all that the module returned, unless overridden."""
         return y_pred
 
     def initialize_optimizer(self, *args: Any, **kwargs: Any) -> KSDNet:
@@ -228,7 +228,7 @@ class KSDNet(NeuralNet):  # type: ignore[misc]
 
 
 class KSDClassifier(KSDNet, NeuralNetClassifier):  # type: ignore[misc]
-    """A skorch classifier trained by KSD; the module returns logits for ``CrossEntropyLoss``.
+    """Trains a skorch classifier by KSD; the module returns logits for ``CrossEntropyLoss``.
 
     skorch's default, ``NLLLoss`` on probabilities, works too, but its curvature in the probabilities gives worse steps.
     Other arguments are those of ``KSDNet``.
@@ -251,11 +251,11 @@ class KSDClassifier(KSDNet, NeuralNetClassifier):  # type: ignore[misc]
 
 
 class KSDBinaryClassifier(KSDNet, NeuralNetBinaryClassifier):  # type: ignore[misc]
-    """A skorch binary classifier (one logit) trained by KSD; arguments are those of ``KSDNet``."""
+    """Trains a skorch binary classifier (one logit) by KSD; arguments are those of ``KSDNet``."""
 
 
 class KSDRegressor(KSDNet, NeuralNetRegressor):  # type: ignore[misc]
-    """A skorch regressor trained by KSD; arguments are those of ``KSDNet``.
+    """Trains a skorch regressor by KSD; arguments are those of ``KSDNet``.
 
     Example:
         >>> import numpy as np

@@ -38,7 +38,7 @@ Method = TypeVar("Method", bound=CurvatureOptimizer)
 
 
 class KSDTrainer(Trainer):
-    """``Trainer`` with KSD: the same arguments, and some of ``Subsets``.
+    """Trains like ``Trainer``, by KSD; takes the same arguments, and some of ``Subsets``.
 
     The Trainer's ``optimizer_cls_and_kwargs=(KSD, {"krylov_dim": 30})`` has the settings, and may name
     ``GaussNewtonFlow``; ``compute_loss``, which may be overridden, or ``compute_loss_func`` gives loss and logits. The
@@ -108,7 +108,7 @@ class KSDTrainer(Trainer):
         return labels.ne(_IGNORED).sum()
 
     def convex_outputs(self, outputs: Any) -> Any:
-        """Return the outputs in which the loss is convex: those whose names end in "logits", unless overridden."""
+        """Return the model outputs that the loss is computed from: names that end in "logits", unless overridden."""
         found = {}
         if isinstance(outputs, Mapping):
             found = {name: z for name, z in outputs.items() if name.endswith("logits") and isinstance(z, Tensor)}
@@ -227,7 +227,7 @@ def prepare(accelerator: Accelerator, optimizer: Method) -> Method:
 
 _SEVERAL_PROCESSES = (
     "Use a loop of your own under torchrun, with the bare model, KSD(process_group=torch.distributed.group.WORLD) and "
-    "krylov_descent.checkpoint: docs/scaling.md."
+    "krylov_descent.checkpoint: docs/tutorials/several_processes.md."
 )
 _PRECISION = "KSD compares losses and needs them in the parameters' precision: leave it out, with a float32 model."
 

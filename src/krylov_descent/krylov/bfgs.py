@@ -22,6 +22,7 @@ Deviations from textbook BFGS (Nocedal & Wright 2006, algorithms 6.1, 3.5 and 3.
     5. A trial whose value or gradient is not finite counts as too far, and is never returned.
     6. The tests for the end are the predicted decrease relative to |f| and the noise of f; ‖g‖ has no scale.
     7. A failed line search, or a direction of ascent, resets H to I; a second failure ends the minimisation.
+    8. Evaluations are capped over the whole minimisation, and at 20 per line search once the step is bounded.
 """
 
 from __future__ import annotations

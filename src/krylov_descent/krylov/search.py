@@ -161,11 +161,12 @@ class SubspaceSearch(ABC):
 
 @dataclass(frozen=True)
 class Search(SubspaceSearch):
-    """BFGS over the subspace, as in the paper; the defaults need no tuning.
+    """Minimises the loss over the subspace by BFGS, as in the paper; the defaults need no tuning.
 
     Args:
         iterations: cap on BFGS iterations; 30 is the paper's (section 5.2).
         evaluations: cap on evaluations of f and its gradient on C; more than two per iteration are never needed.
+            Deviation from the paper (10 of krylov/step.py), which caps iterations only; ``PAPER`` has 120.
         tolerance: stop when the predicted decrease is below this fraction of |f|. None is the rounding noise of the
             dtype: 1e-6 in float32, 2e-15 in float64.
         floor: ε, eigenvalues of H̄ are floored at ε·max|λ|. None is the square root of the dtype's precision: 3.5e-4
@@ -259,8 +260,11 @@ class ModelSearch(Search):
 def whiten(H: Tensor, floor: float, negative: str = "floor") -> Tensor:
     """Lines 7-8: return C, lower triangular, with C Cᵀ = Ĥ.
 
-    Deviation from the paper: the floor is ε·max|λ|, not ε·max λ, so that it is positive for an all-negative H̄;
-    H̄ = 0 (a loss without curvature) gives C = I.
+    Deviations from the paper:
+
+    1. The floor is ε·max|λ|, not ε·max λ, so that it is positive for an all-negative H̄; ε is √eps of the dtype by
+       default, not 1e-4 (``PAPER`` has 1e-4). H̄ = 0 (a loss without curvature) gives C = I.
+    2. ``negative="absolute"`` takes |λ|: a different method (saddle-free).
     """
     eigenvalues, Q = torch.linalg.eigh(H)
     largest = float(eigenvalues.abs().max())

@@ -18,6 +18,11 @@ Deviations from the paper:
    with the model (samples/growing.py); their steps are rolled back only if f or its gradient is not finite.
 6. Line 6: once growing sets hold all samples, several earlier steps are adjoined, not only the last one.
 7. Lines 9-12: ``ModelSearch`` takes the minimum of the quadratic model, with the gradient on A, if C agrees.
+8. Line 3: with fewer than 2K samples, and no ``fraction`` given, A, B and C are all samples (samples/subsets.py).
+9. Line 6: K is at most the number of parameters (krylov/subspace.py).
+10. Lines 10-11: the search is capped in evaluations too, not only in iterations (krylov/search.py); where C is A, it
+    begins with the loss and gradient on A.
+The other files number their own: preconditioners/fisher.py (line 5), krylov/search.py (lines 7-8), krylov/bfgs.py.
 """
 
 from __future__ import annotations

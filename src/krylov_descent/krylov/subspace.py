@@ -1,8 +1,9 @@
 """The interface of a subspace builder, and ``Krylov``: Algorithm 2 with curvature products on B.
 
-Deviations from the paper, beside those of Algorithm 2 (krylov/orthonormal_basis.py):
+Deviations from the paper (2, 6 and 9 of krylov/step.py), beside those of Algorithm 2 (krylov/orthonormal_basis.py):
 1. Line 1: the first step has no d_prev, unless ``previous="e1"``.
 2. Line 6: once growing sets hold all samples, several earlier steps are adjoined, not only the last one.
+3. Line 6: K is at most the number of parameters.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ class BasisBuffer:
 
 @dataclass(frozen=True)
 class Krylov(SubspaceBuilder):
-    """The paper's subspace: span{(D⁻¹H)^k D⁻¹g, 0 ≤ k < K} and the previous step.
+    """Builds the paper's subspace: span{(D⁻¹H)^k D⁻¹g, 0 ≤ k < K} and the previous step.
 
     Args:
         krylov_dim: K.

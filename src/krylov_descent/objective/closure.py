@@ -17,8 +17,8 @@ from krylov_descent.samples.subsets import Microbatch
 BatchClosure = Callable[[Any], Any]
 
 _REMEDY = (
-    "Return the mean loss and the outputs it was computed from, and leave differentiation to the optimizer: "
-    "`return torch.nn.functional.cross_entropy(logits, y), logits`."
+    "Return the mean loss and the model outputs it was computed from, without backward: `return r.square().mean(), r` "
+    "for residuals r, or `return cross_entropy(logits, y), logits`."
 )
 
 
@@ -28,7 +28,7 @@ class Evaluation:
 
     Attributes:
         loss: the mean over the micro-batch, 0-d.
-        outputs: the model outputs in which the loss is convex; empty if the closure returned the loss alone.
+        outputs: the model outputs that the loss is computed from; empty if the closure returned the loss alone.
         weight: the weight of this mean in the mean over a set: the sample count, unless the closure gave its own.
         samples: the number of samples.
         aligned: whether row i of every output belongs to sample i (with sets); otherwise each row of each output

@@ -24,8 +24,8 @@ _ROUNDING = 1e-12  # Ritz values below this part of a step's largest are roundin
 _MOST_PHASES = 20
 _MOST_CELLS = 1_000_000  # of the table of coefficients
 _DETAILS = {  # of GaussNewtonFlow
-    "fraction": "Part η of the direction",
-    "damping": "Damping λ of the direction",
+    "fraction": "Step fraction η",
+    "damping": "Damping λ",
     "rows": "Rows of the sketch",
 }
 _DECADES = 6  # the largest span of the colour scale; smaller coefficients share its lowest colour
@@ -61,7 +61,8 @@ def convergence(
     records = records_of(reports)
     ax = style.axes_of(ax)
     earlier = [line for line in ax.get_lines() if line.get_gid() == _RUN]
-    colour = style.COLOURS[len(earlier) % len(style.COLOURS)]
+    palette = style.theme_of(ax).colours
+    colour = palette[len(earlier) % len(palette)]
     places, losses = _places(records, by), of.column(records, "loss")
     marker: dict[str, Any] = {"marker": "o", "markersize": 4} if len(records) <= _FEW else {}
     ax.plot(places[:-1], losses, color=colour, linewidth=1.8, label=label, gid=_RUN, zorder=3, **marker)
@@ -100,18 +101,18 @@ def phases(reports: Iterable[Report], ax: Axes | None = None) -> Axes:
     if len(laps) > _MOST_PHASES:
         style.nothing(ax, f"{len(laps):,} phases are too many to draw")
         return ax
-    borders, floor = of.edges(steps(records)), [0.0] * len(records)
+    borders, floor, palette = of.edges(steps(records)), [0.0] * len(records), style.theme_of(ax).colours
     for number, (name, values) in enumerate(laps.items()):
         top = [a + b for a, b in zip(floor, values, strict=True)]
         share = 100 * math.fsum(values) / total
         words = f"{name} {share:.0f} %"
-        colour = style.PHASES[number % len(style.PHASES)]
+        colour = palette[number % len(palette)]
         ax.stairs(top, borders, baseline=floor, fill=True, color=colour, label=words, linewidth=0)
         floor = top
     ax.set_xlim(borders[0], borders[-1])
-    ax.set_ylim(0, 1.2 * max(floor))  # room for the legend
+    ax.set_ylim(0, 1.25 * max(floor))  # room for the legend
     style.whole_steps(ax)
-    style.legend(ax, loc="upper center", ncols=len(laps))
+    style.legend(ax, loc="upper center", ncols=len(laps), columnspacing=1, handlelength=1, handletextpad=0.5)
     return ax
 
 
@@ -130,13 +131,13 @@ def ritz(reports: Iterable[Report], ax: Axes | None = None) -> Axes:
         >>> report = KSD([w], curvature="hessian").step(lambda: w[0] ** 2 - w[1] ** 2 + w[1] ** 4)
         >>> ax = plot.ritz([report])
         >>> ax.get_title()
-        "Ritz values: the curvature in the gradient's Krylov space"
+        'Ritz values: curvature in the Krylov space'
     """
     records = records_of(reports)
     ax = style.axes_of(ax)
     style.frame(
         ax,
-        "Ritz values: the curvature in the gradient's Krylov space",
+        "Ritz values: curvature in the Krylov space",
         "step",
         "Ritz value (gradient-weighted,\nnot the whole spectrum)",
     )
@@ -144,8 +145,8 @@ def ritz(reports: Iterable[Report], ax: Axes | None = None) -> Axes:
     if not dots:
         style.nothing(ax, "these reports have no Ritz values")
         return ax
-    size = 4.0 if len(records) <= _FEW else 3.0 if len(records) <= 4 * _FEW else 2.0
-    for sign, marker, colour, word in ((1, "o", style.BLUE, "positive"), (-1, "x", style.ORANGE, "negative: its size")):
+    size, look = 4.0 if len(records) <= _FEW else 3.0 if len(records) <= 4 * _FEW else 2.0, style.theme_of(ax)
+    for sign, marker, colour, word in ((1, "o", look.blue, "positive"), (-1, "x", look.orange, "negative: its size")):
         some = [(x, abs(value)) for x, value in dots if value * sign > 0]
         if some:
             xs, ys = zip(*some, strict=True)
@@ -190,7 +191,7 @@ def coefficients(reports: Iterable[Report], ax: Axes | None = None) -> Axes:
     ax = style.axes_of(ax)
     from matplotlib.colors import LogNorm
 
-    style.frame(ax, "Size of each step along the vectors of its basis", "step", "basis vector", grid=False)
+    style.frame(ax, "Step along each basis vector", "step", "basis vector", grid=False)
     if (cells := _rows(records)[1] * len(records)) > _MOST_CELLS:
         style.nothing(ax, f"{cells:,} coefficients are too many to draw:\npass fewer reports")
         return ax
@@ -208,8 +209,9 @@ def coefficients(reports: Iterable[Report], ax: Axes | None = None) -> Axes:
     borders = of.edges(steps(records))
     rows = [k - 0.5 for k in range(1, len(table) + 2)]
     mesh = ax.pcolormesh(borders, rows, table, norm=norm, cmap=style.MAP, rasterized=True)
-    ax.set_facecolor(style.BLANK)
-    ax.axhline(K + 0.5, color="#FFFFFF", linewidth=2.0)
+    look = style.theme_of(ax)
+    ax.set_facecolor(look.blank)
+    ax.axhline(K + 0.5, color=look.background, linewidth=2.0)
     ax.set_xlim(borders[0], borders[-1])
     ax.set_ylim(len(table) + 0.5, 0.5)
     shown = _ticks(K)
@@ -217,8 +219,8 @@ def coefficients(reports: Iterable[Report], ax: Axes | None = None) -> Axes:
     ax.set_yticks([*shown, *range(K + 1, len(table) + 1)], [*map(str, shown), *names])
     style.whole_steps(ax)
     bar = ax.figure.colorbar(mesh, ax=ax, pad=0.02, extend="min" if min(sizes) < bottom else "neither")
-    bar.set_label("|coefficient|", fontsize=9)
-    bar.ax.tick_params(labelsize=8.5)
+    bar.set_label("|coefficient|", fontsize=style.LABEL, color=look.text)
+    bar.ax.tick_params(which="both", labelsize=style.TICK, colors=look.text)
     return ax
 
 
@@ -238,22 +240,20 @@ def trial(report: Any, ax: Axes | None = None) -> Axes:
         raise ValueError(
             "There is no trial to draw, or none that ended: pass the report of check(..., try_seconds=20)."
         )
-    ax, ours, end = style.axes_of(ax), iter(style.COLOURS), max(row.seconds for row in rows)
-    colours = [next(ours) if "krylov_descent" in row.line else "#808080" for row in rows]
+    ax, end = style.axes_of(ax), max(row.seconds for row in rows)
+    look = style.theme_of(ax)
+    ours = iter(look.colours)
+    colours = [next(ours) if "krylov_descent" in row.line else look.grey for row in rows]
     for row, colour in zip(rows, colours, strict=True):
         xs, ys = zip(*row.curve[1:], strict=True)
-        ax.plot(xs, ys, color=colour, linewidth=1.8, marker="o", markersize=3)
+        ax.plot(xs, ys, color=colour, linewidth=2, marker="o", markersize=3, zorder=2 if colour == look.grey else 3)
     ax.set(xscale="log", xlim=(None, end))
     style.log_ticks(ax.xaxis, [ax.get_xlim()[0], end])
     values = [y for row in rows for _, y in row.curve]
     if min(values) > 0:
         ax.set_yscale("log")
         style.log_ticks(ax.yaxis, values)
-    place = -math.inf
-    for row, colour in zip(rows, colours, strict=True):
-        height = ax.transAxes.inverted().transform(ax.transData.transform((end, row.loss_after)))[1]
-        place = max(place + 0.055, height)  # labels do not overlap
-        ax.text(1.02, place, row.name, color=colour, transform=ax.transAxes, va="center", fontsize=8.5)
+    style.end_labels(ax, [(row.name, row.loss_after, colour) for row, colour in zip(rows, colours, strict=True)])
     style.frame(ax, f"Losses of the trial, from {rows[0].loss_before:.3g}", "processor seconds", "loss")
     return ax
 
@@ -276,7 +276,7 @@ def overview(reports: Iterable[Report]) -> Figure:
     flows = any(record.get("details") for record in records) and not _dots(records)
     figure: Figure
     figure, axes = style.pyplot().subplot_mosaic(
-        "aaabbb;ccddee" if flows else "ab;cd", figsize=(11.5, 7.6), layout="constrained"
+        "aaabbb;ccddee" if flows else "ab;cd", figsize=(10.5, 7.6), layout="constrained"
     )
     convergence(records, axes["a"])
     phases(records, axes["b"])
@@ -293,7 +293,7 @@ def overview(reports: Iterable[Report]) -> Figure:
         f"{math.fsum(of.cost(records, 'gradients')):,.0f} gradients of one sample",
         *([f"{back} undone"] if back else []),
     ]
-    figure.suptitle(" · ".join(words), fontsize=11)
+    figure.suptitle(" · ".join(words), fontsize=style.TITLE, color=style.theme_of(axes["a"]).text)
     return figure
 
 
@@ -307,7 +307,7 @@ def _detail(records: Sequence[Record], ax: Axes, name: str, title: str) -> None:
         style.nothing(ax, f"no step has a {name} above 0")
         return
     xs, ys = zip(*dots, strict=True)
-    ax.plot(xs, ys, ".-", color=style.BLUE, linewidth=0.8, markersize=4)
+    ax.plot(xs, ys, ".-", color=style.theme_of(ax).blue, linewidth=0.8, markersize=4)
     _at_edge(ax, zeros, "|", 0.02, "")
     if max(ys) >= 10 * min(ys):
         ax.set_yscale("log")
@@ -341,14 +341,23 @@ def _undone(ax: Axes, places: Sequence[tuple[float, float]]) -> None:
         _at_edge(ax, [x for x, _ in places], "|", 0.02, words)
     elif places:
         xs, ys = zip(*places, strict=True)
-        ax.plot(xs, ys, "x", color="#000000", markersize=7, markeredgewidth=1.5, label=_once(ax, words), zorder=4)
+        ax.plot(
+            xs,
+            ys,
+            "x",
+            color=style.theme_of(ax).text,
+            markersize=7,
+            markeredgewidth=1.5,
+            label=_once(ax, words),
+            zorder=4,
+        )
 
 
 def _at_edge(ax: Axes, xs: Sequence[float], marker: str, height: float, words: str) -> None:
     """Draw marks at a height of the axes, independent of the scale of losses."""
     if xs:
         place = ax.get_xaxis_transform()
-        look: dict[str, Any] = {"color": "#000000", "markersize": 6, "label": _once(ax, words)}
+        look: dict[str, Any] = {"color": style.theme_of(ax).text, "markersize": 6, "label": _once(ax, words)}
         ax.plot(xs, [height] * len(xs), linestyle="none", marker=marker, transform=place, **look)
 
 

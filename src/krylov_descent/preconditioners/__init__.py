@@ -1,1 +1,1 @@
-"""What may stand for D in Algorithm 3: the interface, the Fisher diagonal, Kronecker factors."""
+"""Preconditioners, D in Algorithm 3: the interface, the Fisher diagonal, Kronecker factors."""

@@ -10,6 +10,7 @@ Deviations from the paper:
 2. D = 1 everywhere if the whole diagonal is zero (the paper's floor would be zero too).
 3. D is known up to a factor: it is scaled to a maximum of one, as its squares may leave the range of float32. The
    subspace does not depend on the factor.
+4. The floor is 1e-2 of the maximum by default; the paper's 1e-4 (section 4) is in ``PAPER``.
 """
 
 from __future__ import annotations
@@ -324,11 +325,11 @@ def _single(calls: Sequence[LayerCall]) -> list[LayerCall]:
 
 @dataclass(frozen=True)
 class Fisher(Preconditioner):
-    """The diagonal of the per-sample Fisher matrix: the paper's preconditioner.
+    """Preconditions by the diagonal of the per-sample Fisher matrix, as the paper does.
 
     Args:
         floor: ε, D is floored at ε·max(D). 1e-2 beats the paper's 1e-4 (section 4) on eight of nine seeds
-            (docs/measurements.md); ``PAPER`` has the paper's.
+            (docs/appendix/variants.md); ``PAPER`` has the paper's.
         probes: sign patterns per micro-batch for parameters without an exact rule; one gives an unbiased estimate, and
             each costs two thirds of a gradient.
         exact: per-sample gradients in place of sign patterns, so that D is exact for every module, as in ``PAPER``.

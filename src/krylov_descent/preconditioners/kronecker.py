@@ -166,7 +166,7 @@ class Refreshed:
 
 @dataclass(frozen=True)
 class Kronecker(Preconditioner):
-    """The Kronecker-factored Gauss–Newton matrix (K-FAC) of dense, convolutional and embedding layers.
+    """Preconditions by the Kronecker-factored Gauss–Newton matrix (K-FAC) of dense, conv and embedding layers.
 
     Other matrices (those of nn.LSTM, of attention, of a network that is differentiated inside the closure) have factors
     from pull-backs to the matrix itself, all other parameters the diagonal of the Gauss–Newton matrix.

@@ -12,12 +12,12 @@ _SHARE = 0.8  # part of the free memory that a step may take
 
 @dataclass(frozen=True)
 class Storage:
-    """The storage of the basis V: K+1 vectors of all parameters, by far the largest memory of a step.
+    """Chooses dtype and device of the basis V: K+1 vectors of all parameters, the largest memory of a step.
 
     Args:
         dtype: the dtype of V; None is that of the parameters. ``torch.bfloat16`` halves V for float32 parameters,
             ``torch.float32`` for float64 ones; inner products are still taken in the parameters' dtype, and the search
-            still moves by exact combinations of the stored vectors. docs/performance.md has the cost of each.
+            still moves by exact combinations of the stored vectors. docs/appendix/speed.md has the cost of each.
         device: the device of V; None is that of the parameters, "cpu" is host memory for a model on an accelerator.
 
     Example:

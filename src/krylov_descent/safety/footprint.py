@@ -1,4 +1,4 @@
-"""What the calls of a closure may touch: buffers of the modules that it calls, torch's generators, the fast path.
+"""The footprint of a closure: buffers of the modules that it calls, torch's generators, the fast path.
 
 All of it is noted in this thread alone: models that other threads run meanwhile are neither noted nor restored.
 """

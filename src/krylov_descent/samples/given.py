@@ -1,4 +1,4 @@
-"""What may be given as ``sets``: a sample policy, or a DataLoader, from whose data set ``Subsets`` are drawn."""
+"""The argument ``sets``: a sample policy, or a DataLoader, from whose data set ``Subsets`` are drawn."""
 
 from __future__ import annotations
 

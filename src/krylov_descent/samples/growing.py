@@ -166,7 +166,7 @@ _MOST_SAMPLES = 512  # largest size of B: averages over steps, and few direction
 
 
 class Growing(Subsets):
-    """Draws a fresh set A at every step, with B and C as parts of it; the sets are small at first and grow with noise.
+    """Draws a fresh set A at every step, with B and C as parts of it; sets begin small and grow with noise.
 
     It is meant for deep networks and much data, with ``KSD(model.parameters(), **DEEP)``. A step found on few samples
     partly overfits them, which the next step's samples reveal. If these confirm on average less than half of a step

@@ -203,7 +203,7 @@ class Choice:
 
 
 class FullBatch(SamplePolicy):
-    """A = B = C: the closure evaluates all samples, as with torch.optim.LBFGS."""
+    """Uses all samples at every step, A = B = C, as torch.optim.LBFGS does."""
 
     sizes: Mapping[str, int] = {}
     b: Sequence[Microbatch] = (Microbatch(None, None),)

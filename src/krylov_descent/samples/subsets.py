@@ -2,6 +2,8 @@
 
 ``SampleSet`` holds the indices of a set, in shards and micro-batches; ``Subsets`` draws the three sets; ``Draw`` loads
 them.
+
+Deviation from the paper (8 of krylov/step.py): with fewer than 2K samples A = B = C, unless ``fraction`` is given.
 """
 
 from __future__ import annotations

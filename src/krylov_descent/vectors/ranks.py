@@ -53,8 +53,8 @@ def require_plain(params: Sequence[Tensor]) -> None:
     if any(map(is_sharded, params)):
         raise ValueError(
             "The parameters are DTensors, and so is the optimizer's state. Save the model with torch.distributed."
-            "checkpoint, and optimizer.state_dict() with torch.save on each rank, as in docs/scaling.md. Load such a "
-            "checkpoint only if you trust it: its metadata is a pickle."
+            "checkpoint, and optimizer.state_dict() with torch.save on each rank, as in docs/appendix/scale.md. Load "
+            "such a checkpoint only if you trust it: its metadata is a pickle."
         )
 
 
