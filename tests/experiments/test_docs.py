@@ -44,6 +44,16 @@ def test_the_tables_of_the_physics_informed_networks_are_those_of_the_results() 
     assert inside.strip() == table(ROOT / "results").strip()
 
 
+def test_the_table_of_the_trial_is_that_of_the_results() -> None:
+    """``python -m experiments unseen table --into docs/appendix/trial.md`` was run after the last change of results."""
+    from experiments.unseen.commands import MARKS
+    from experiments.unseen.table import table
+
+    page = (ROOT / "docs" / "appendix" / "trial.md").read_text()
+    inside = page.partition(MARKS[0])[2].partition(MARKS[1])[0]
+    assert inside.strip() == table(ROOT / "results" / "unseen").strip()
+
+
 def test_the_tables_of_deep_networks_are_those_of_the_results() -> None:
     """``python -m experiments deep table --into docs/appendix/deep.md`` was run after the last change of results."""
     from experiments.deep.commands import MARKS
