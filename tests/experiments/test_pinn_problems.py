@@ -15,7 +15,9 @@ from torch import Tensor, nn
 
 from krylov_descent import KSD, GaussNewtonFlow
 from krylov_descent.base import CurvatureOptimizer
-from krylov_descent.flow.jacobian_rows import OwnWeights, Place, write_rows, write_rows_one_by_one
+from krylov_descent.flow.jacobian_rows import write_rows, write_rows_one_by_one
+from krylov_descent.flow.owners import Owners
+from krylov_descent.flow.taps import Taps
 
 ALL = {**EQUATIONS, **UNSEEN}
 CLOSED_FORM = [name for name in ALL if name != "allen-cahn"]
@@ -285,14 +287,15 @@ def test_what_is_refused(call: Callable[[], Problem], message: str) -> None:
 def test_rows_of_the_jacobian_can_be_had_together(name: str) -> None:
     made = problem(name, seed=0, points=31)
     params = list(made.model.parameters())
-    chosen = {len(z): torch.arange(0, len(z), 7) for z in made.closure()[1]}
-    own = OwnWeights(params, chosen)
-    with own:
+    taps = Taps(params)
+    with taps:
         _, terms = made.closure()
     for z in terms:
-        S = chosen[len(z)]
+        S = torch.arange(0, len(z), 7)
+        colours = Owners().learn(taps, z)
+        assert colours is not None
         together, one_by_one = ([p.new_empty(len(S), *p.shape) for p in params] for _ in range(2))
-        write_rows(own, z, Place(len(z), 0), S, torch.ones(len(S), dtype=z.dtype), together)
+        write_rows(taps, z, colours, S, torch.ones(len(S), dtype=z.dtype), together)
         write_rows_one_by_one(z, S[-2:], torch.ones(2, dtype=z.dtype), params, [rows[-2:] for rows in one_by_one])
         for a, b in zip(together, one_by_one, strict=True):
             torch.testing.assert_close(a[-2:], b[-2:])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -12,9 +13,7 @@ from torch import Tensor, nn
 
 from krylov_descent import GaussNewtonFlow
 from krylov_descent.flow.sketch import Sketch, Sketcher
-from krylov_descent.objective.objective import Objective
 from krylov_descent.report import StopReason
-from krylov_descent.samples.subsets import Microbatch
 from tests.flow.reference import Dense, DenseFlow, Rows, chances
 from tests.least_squares import F64, Closure, mlp, pinn
 
@@ -129,8 +128,8 @@ def sketches(monkeypatch: pytest.MonkeyPatch) -> list[Sketch]:
     found: list[Sketch] = []
     draw = Sketcher.draw
 
-    def watched(self: Sketcher, objective: Objective, batches: Sequence[Microbatch], key: Sequence[int]) -> Sketch:
-        found.append(draw(self, objective, batches, key))
+    def watched(self: Sketcher, *given: Any) -> Sketch:
+        found.append(draw(self, *given))
         return found[-1]
 
     monkeypatch.setattr(Sketcher, "draw", watched)

@@ -503,7 +503,7 @@ def test_rows_that_are_not_finite_are_left_out() -> None:
 def test_memory_that_does_not_fit_is_refused_with_the_remedy() -> None:
     model, closure = pinn()
     n = sum(p.numel() for p in model.parameters())
-    with pytest.raises(ValueError, match=rf"takes {int(6.25 * 400 * n * 8):,} bytes.*Use KSD"):
+    with pytest.raises(ValueError, match=rf"takes {int(3.3 * 400 * n * 8):,} bytes.*Use KSD"):
         GaussNewtonFlow(model.parameters(), memory_budget=1000).step(closure)
 
 

@@ -151,7 +151,7 @@ def test_the_method_that_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     assert method_of(model(regularization=["l1", 1e-4])) is KSD  # it passes by the residuals
     x = np.linspace(0, 1, 5)[:, None]
     assert method_of(dde.Model(dde.data.DataSet(x, x, x, x), network())) is KSD
-    room = int(6.25 * 400 * 8 * sum(p.numel() for p in model().net.parameters()))
+    room = int(3.3 * 400 * 8 * sum(p.numel() for p in model().net.parameters()))
     assert method_of(model(), memory_budget=room) is GaussNewtonFlow
     assert method_of(model(), memory_budget=room - 1) is KSD
     monkeypatch.setattr(sketch_memory, "at_hand", lambda device: room)  # not all of it may be taken

@@ -1,172 +1,119 @@
-"""Rows of the outputs' Jacobian, hundreds at the cost of a few gradients.
+"""Jacobian rows uᵢᵀ∂zᵢ/∂θ for many rows i of an output z, from few backward passes.
 
-Letters: z outputs [N, c], J = ∂z/∂θ, S ⊂ {1 … N} chosen rows, s of them, u [s, c] a cotangent for each.
+A backward pass leaves δ and a at each use of a weight (flow/taps.py). Where each of their rows r belongs to one output
+row i, the rows of J are Σ δᵣaᵣᵀ over the r that belong to i. To whom rows belong is learnt from a few backward passes
+whose cotangents number the output rows, and every result is compared with autograd on a schedule. Rows of which this
+is not true take a backward pass each.
 
-Row i of the outputs usually depends on one row of a layer's inputs: row i, or row o + i if several sets of points pass
-the network together; or on one row of each of several sets, rows o₁ + i, o₂ + i, … (both ends of a periodic boundary).
-So each chosen input row gets per-row weights W + Δᵢ with Δ = 0 [s, out, in], and one backward pass from Σ_{i∈S} uᵢ·zᵢ
-yields ∂/∂Δᵢ = uᵢᵀ∂zᵢ/∂W for all of S at once, instead of one pass for each row. This also holds if the closure
-differentiates the network, as physics-informed networks do, because Δ is part of the differentiated function.
-
-Parameters outside linear layers (unknown coefficients of an equation), if they have few entries, are handled by
-columns: the backward pass is linear in its cotangent, and the derivative of one entry of its result by the weight of
-each uᵢ is a column.
-
-The method is silently wrong if a parameter is used both in a linear layer and elsewhere, if one with many entries is in
-no linear layer, or if output rows share input rows. ``along`` detects this: Σᵢ wᵢ(uᵢᵀJᵢ) must equal the ordinary
-backward pass from the cotangent w∘u. ``RowWriter`` uses the method only where this check confirms it.
+Letters: z [n, …] an output, S [s] chosen rows of it, u [s, …] their cotangents, J [m, P].
 """
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
-from torch.overrides import TorchFunctionMode
 
 from krylov_descent.curvature.output_roots import cotangents
-from krylov_descent.layers.calls import LayerCall, linear_call
-from krylov_descent.layers.verify import COARSE, Found, Trust, due, tolerance
+from krylov_descent.flow.owners import Colour, Owners, Slots, same_points
+from krylov_descent.flow.taps import Left, Taps
+from krylov_descent.layers.verify import COARSE, due, tolerance
 from krylov_descent.objective.objective import PROBE, Objective
 
 _CHUNK = 64  # batched backward passes, one for each row
-_SETS = 8  # most input rows that an output row may depend on
 _FEW = 32  # most parameter entries outside linear layers, each of which takes a derivative of a backward pass
 
 
-@dataclass(frozen=True)
-class Place:
-    """The input rows that an output depends on: row i on rows o + i of inputs with ``rows`` rows, for each offset o."""
-
-    rows: int
-    offset: int
-    further: tuple[int, ...] = ()
-
-    def of(self, S: Tensor) -> Tensor:
-        """Return the input rows [offsets, s] that the output rows S depend on."""
-        return S + torch.tensor((self.offset, *self.further), device=S.device)[:, None]
+class MovedError(Exception):
+    """Rows belong to others than was learnt."""
 
 
-def place_of(z: Tensor, calls: Sequence[LayerCall]) -> Place | None:
-    """Return the place of z's rows, found from one of its first and one of its last; None if they depend on many."""
-    n, dense = z.shape[0], [call for call in calls if call.dense]
-    for rows in sorted({len(call.a) for call in dense if len(call.a) >= n > 0}):
-        ys = [call.edge for call in dense if len(call.a) == rows]
-        i, first = _telling(z, ys, (0, 1, n // 4, n // 2))
-        j, last = _telling(z, ys, (n - 1, n - 2, n - 1 - n // 4, n // 2))
-        offsets = [o - i for o in first]
-        apart = all(after - before >= n for before, after in itertools.pairwise(offsets))
-        inside = bool(first) and offsets[0] >= 0 and offsets[-1] + n <= rows
-        if inside and apart and last == [o + j for o in offsets]:
-            if len(offsets) > _SETS:  # an integral: all points would need per-row weights for a row or two
-                return None
-            return Place(rows, offsets[0], tuple(offsets[1:]))
-    return Place(n, 0)  # unknown: the check will refute it, and rows are computed one by one
+def write_rows(taps: Taps, z: Tensor, colours: Sequence[Colour], S: Tensor, u: Tensor, into: Sequence[Tensor]) -> int:
+    """Write uᵢᵀ∂zᵢ/∂θ for all i in S into views [s, …] of the parameters' columns; return the backward passes taken.
 
-
-def _telling(z: Tensor, ys: Sequence[GradientEdge], candidates: Sequence[int]) -> tuple[int, list[int]]:
-    """Return the first candidate that depends on input rows, and these; hard constraints make some rows constant."""
-    i, found = candidates[0], list[int]()
-    for i in dict.fromkeys(i for i in candidates if 0 <= i < len(z)):
-        if found := _touched(z[i], ys):
-            break
-    return i, found
-
-
-def _touched(e: Tensor, ys: Sequence[GradientEdge]) -> list[int]:
-    grads = torch.autograd.grad(e.sum(), ys, retain_graph=True, allow_unused=True)
-    found = [g.reshape(len(g), -1).abs().sum(1).nonzero()[:, 0].tolist() for g in grads if g is not None]
-    return sorted(set().union(*found))
-
-
-class OwnWeights(TorchFunctionMode):
-    """While active, linear layers use per-row weights W + Δᵢ for the chosen rows of their inputs.
-
-    Args:
-        params: the parameters, by position.
-        chosen: the chosen rows, ascending, by the number of input rows; other inputs are left alone.
-
-    Attributes:
-        eps: ε of the coarsest output dtype of such a layer, which an autocast makes coarser than the parameters'.
+    Raises:
+        MovedError: the closure takes another path than when the colours were learnt.
     """
-
-    def __init__(self, params: Sequence[Tensor], chosen: Mapping[int, Tensor]) -> None:
-        super().__init__()
-        self._params, self._index = params, {id(p): i for i, p in enumerate(params)}
-        self._chosen = chosen
-        self._own: dict[tuple[int, int], Tensor] = {}
-        self.eps = 0.0
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Iterable[Any], args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
-        y = func(*args, **(kwargs or {}))
-        if func is not torch.nn.functional.linear:
-            return y
-        x, W, b, _ = linear_call(*args, **(kwargs or {}))
-        trained = id(W) in self._index or id(b) in self._index
-        if not trained or x.ndim < 2 or x.shape[0] not in self._chosen:
-            return y
-        S = self._chosen[x.shape[0]]
-        self.eps = max(self.eps, torch.finfo(y.dtype).eps)
-        # [s, positions, in], for vectors and sequences alike
-        xs = x[S].reshape(len(S), -1, x.shape[-1])
-        added = xs.new_zeros(())
-        if id(W) in self._index:
-            added = xs @ self._of(W, x.shape[0], len(S)).transpose(1, 2)
-        if b is not None and id(b) in self._index:
-            added = added + self._of(b, x.shape[0], len(S))[:, None]
-        added = added.expand(len(S), xs.shape[1], y.shape[-1]).reshape(len(S), *y.shape[1:])
-        return y.index_add(0, S, added.to(y.dtype))  # an autocast changes the dtype of y
-
-    def _of(self, p: Tensor, rows: int, s: int) -> Tensor:
-        key = self._index[id(p)], rows
-        if key not in self._own:
-            self._own[key] = torch.zeros(s, *p.shape, dtype=p.dtype, device=p.device, requires_grad=True)
-        return self._own[key]
-
-    def of(self, place: Place, S: Tensor) -> tuple[list[tuple[int, Tensor]], Tensor]:
-        """Return (position of the parameter, Δ) of the layers at an output's place, and the row indices in Δ."""
-        pairs = [(i, own) for (i, rows), own in self._own.items() if rows == place.rows]
-        return pairs, torch.searchsorted(self._chosen[place.rows], place.of(S))
-
-    @property
-    def inside(self) -> set[int]:
-        """The positions of the parameters with per-row weights."""
-        return {i for i, _ in self._own}
-
-    def outside(self, zs: Tensor) -> dict[int, Tensor]:
-        """Return the parameters outside linear layers that these outputs depend on; none if they have many entries."""
-        found = {i: p for i, p in enumerate(self._params) if i not in self.inside}
-        if sum(p.numel() for p in found.values()) > _FEW:
-            slopes = torch.autograd.grad(zs.sum(), list(found.values()), retain_graph=True, allow_unused=True)
-            found = {i: p for (i, p), slope in zip(found.items(), slopes, strict=True) if slope is not None}
-        return found if sum(p.numel() for p in found.values()) <= _FEW else {}
-
-
-def write_rows(own: OwnWeights, z: Tensor, place: Place, S: Tensor, u: Tensor, into: Sequence[Tensor]) -> int:
-    """Write uᵢᵀ∂zᵢ/∂θ for all i in S into views [s, …] of the parameters' columns; return the backward passes taken."""
-    pairs, at = own.of(place, S)
     for view in into:
         view.zero_()
-    if pairs:
-        rows = torch.autograd.grad(z[S], [delta for _, delta in pairs], u, retain_graph=True, allow_unused=True)
-        for (i, _), row in zip(pairs, rows, strict=True):
+    computed = [into[0].new_zeros(len(S), *W.shape) for W in taps.weights[len(into) :]]
+    views, passes = [*into, *computed], 0
+    for colour in colours:
+        member = colour.rows[S]
+        if not bool(member.any()):
+            continue
+        cotangent = torch.zeros_like(z)
+        cotangent[S[member]] = u[member]
+        passes += 1
+        _add_rows(taps, taps.record(z, cotangent), colour, S, member, views)
+    for W, rows in zip(taps.weights[len(into) :], computed, strict=True):
+        params = taps.weights[: len(into)]
+        for view, row in zip(into, _batched(W, params, rows.to(W.dtype)), strict=True):
             if row is not None:
-                into[i].copy_(row if len(row) == at.shape[1] else row[at].sum(0))
+                view += row
     zs = z[S]
-    if outside := own.outside(zs):
+    if outside := _outside(taps, zs, len(into)):
         try:
-            _write_columns(zs, u, list(outside.values()), [into[i] for i in outside])
+            _write_columns(zs, u, [taps.weights[i] for i in outside], [into[i] for i in outside])
         except RuntimeError:  # no second derivative: the check refutes the zeros, and rows are computed one by one
-            return 1
-    return 1 + sum(p.numel() for p in outside.values())
+            return passes
+    return passes + sum(taps.weights[i].numel() for i in outside)
+
+
+def _add_rows(
+    taps: Taps, left: dict[int, Left], colour: Colour, S: Tensor, member: Tensor, views: Sequence[Tensor]
+) -> None:
+    """Add what a backward pass left to the rows of its members; uses with the same owners in one product."""
+    if not left.keys() <= colour.owners.keys():
+        raise MovedError
+    slots: dict[int, Slots] = {}
+    terms: dict[tuple[int | None, int | None, int], tuple[list[Tensor], list[Tensor]]] = {}
+    for number, found in left.items():
+        use, owner = taps.uses[number], colour.owners[number]
+        if len(owner) != len(found.incoming):
+            raise MovedError
+        key = id(owner)
+        if key not in slots:
+            slots[key] = Slots(owner, S, member, len(colour.rows))
+        if slots[key].missed(found.incoming):
+            raise MovedError
+        if not len(slots[key].slots):
+            continue
+        delta, a = terms.setdefault((use.weight, use.bias, key), ([], []))
+        delta.append(slots[key].of(found.delta))
+        a.append(slots[key].of(found.a))
+    for (weight, bias, key), (delta, a) in terms.items():
+        d = torch.cat(delta, 1) if len(delta) > 1 else delta[0]
+        at = slots[key].slots
+        if weight is not None:
+            x = torch.cat(a, 1) if len(a) > 1 else a[0]
+            view = views[weight]
+            d_, x_ = d.mT.to(view.dtype), x.to(view.dtype)
+            if len(at) == len(view):
+                view.baddbmm_(d_, x_)
+            else:
+                view.index_add_(0, at, torch.bmm(d_, x_))
+        if bias is not None:
+            views[bias].index_add_(0, at, d.sum(1).to(views[bias].dtype))
+
+
+def _outside(taps: Taps, zs: Tensor, count: int) -> list[int]:
+    """Return the parameters outside of tapped uses on which these outputs depend; none if they have many entries."""
+    inside = {i for use in taps.uses for i in (use.weight, use.bias) if i is not None}
+    behind = taps.weights[count:]
+    found = [i for i in range(count) if i not in inside]
+    if found and behind:
+        slopes = torch.autograd.grad(
+            [W.sum() for W in behind], [taps.weights[i] for i in found], retain_graph=True, allow_unused=True
+        )
+        found = [i for i, slope in zip(found, slopes, strict=True) if slope is None]
+    if sum(taps.weights[i].numel() for i in found) > _FEW:
+        slopes = torch.autograd.grad(zs.sum(), [taps.weights[i] for i in found], retain_graph=True, allow_unused=True)
+        found = [i for i, slope in zip(found, slopes, strict=True) if slope is not None]
+    return found if sum(taps.weights[i].numel() for i in found) <= _FEW else []
 
 
 def _write_columns(zs: Tensor, u: Tensor, params: Sequence[Tensor], into: Sequence[Tensor]) -> None:
@@ -207,17 +154,12 @@ _HARDLY = 16  # rows, up to which one backward pass for all saves little
 _ROUGHLY = 0.3  # relative tolerance for whole parameters, compared in place of columns if rounding is coarse
 
 
-class MovedError(Exception):
-    """The places of rows have changed."""
-
-
 @dataclass(frozen=True, eq=False)
 class Wanted:
-    """The rows to compute of one output, with its place, S and u; ``samples`` is the cost of a closure call."""
+    """The rows to compute of one output z: S and u [k, s, …]; ``samples`` is the cost of a closure call."""
 
     output: int
     z: Tensor
-    place: Place | None
     S: Tensor
     u: Tensor
     samples: int
@@ -235,60 +177,62 @@ class Wanted:
 
 
 class RowWriter:
-    """Writes Jacobian rows, and learns for one closure and batch size which outputs allow one pass for all rows."""
+    """Writes Jacobian rows, and learns for one closure and batch size which outputs allow few passes for all rows."""
 
     def __init__(self) -> None:
+        self._owners = Owners()
+        self._colours: dict[int, list[Colour]] = {}
         self._calls: dict[int, int] = {}
-        self._vacant: dict[int, int] = {}  # most zero rows that were confirmed: hard constraints have some
-        self.trust = Trust()
+        self.refuted: set[int] = set()
+        """The outputs whose rows take a backward pass each."""
+        self.operations: set[str] = set()
+        """The operations that use parameters outside of linear layers, of outputs whose rows take a pass each."""
 
-    def write(
-        self, objective: Objective, own: OwnWeights, wanted: Wanted, block: Tensor, moved: Callable[[], bool]
-    ) -> int:
-        """Write rows into ``block`` [k·s, P], one by one if their place is unknown or refuted.
+    def drawn_like(self, i: int, taps: Taps, z: Tensor) -> int:
+        """Return the first output whose rows depend on the same points as those of output i, so are drawn alike."""
+        if i not in self.refuted and i not in self._colours:
+            self._learn(i, taps, z)
+        own = self._colours.get(i, ())
+        return next((j for j in range(i) if same_points(self._colours.get(j, ()), own)), i)
 
-        Args:
-            objective: counts the cost.
-            own: the per-row weights with which the closure was called.
-            wanted: the rows to compute.
-            block: the output.
-            moved: looks up the places of rows again and returns whether they have changed.
+    def _learn(self, i: int, taps: Taps, z: Tensor) -> None:
+        colours = self._owners.learn(taps, z)
+        if colours is None:
+            self.refuted.add(i)
+        else:
+            self._colours[i] = colours
 
-        Returns:
-            The number of rows that took a backward pass each.
-
-        Raises:
-            MovedError: the places have changed; all rows must be computed anew.
-        """
+    def write(self, objective: Objective, taps: Taps | None, wanted: Wanted, block: Tensor) -> int:
+        """Write rows into ``block`` [k·s, P], one by one without taps; return how many took a backward pass each."""
         params, i = objective.parameters.params, wanted.output
         calls = self._calls[i] = self._calls.get(i, 0) + 1
-        if wanted.place is not None:
-            look = due(calls)
-            if i not in self.trust.refuted:
-                passes = _write_together(own, wanted, wanted.place, params, block)
-                vacant = _vacant(own, wanted, params, block)
-                if look or vacant > self._vacant.get(i, 0):
-                    look = True
-                    self.trust.learn(_compared(wanted, params, block, own.eps, calls))
-                    self._vacant[i] = max(vacant, self._vacant.get(i, 0))
-            if i not in self.trust.refuted:
+        for again in (False, True):  # a closure that takes another path is learnt anew, once
+            if taps is not None and again:
+                self._learn(i, taps, wanted.z)
+            if taps is None or i in self.refuted:
+                break
+            try:
+                passes = self._together(taps, wanted, params, block)
+            except MovedError:
+                continue
+            if not (due(calls) or again) or _agree(wanted, params, block, taps.eps, calls):
                 objective.sample_gradients += PROBE * wanted.samples * passes  # the checks are not counted
                 return wanted.rows if wanted.apart else 0
-            if look and moved():
-                raise MovedError
+        if taps is not None:
+            self.refuted.add(i)
+            self.operations |= taps.elsewhere(wanted.z)
         s = len(wanted.S)
         for k, u in enumerate(wanted.u):
             write_rows_one_by_one(wanted.z, wanted.S, u, params, _columns(block[k * s : (k + 1) * s], params))
         objective.sample_gradients += PROBE * wanted.samples * wanted.rows
         return wanted.rows
 
-
-def _write_together(own: OwnWeights, wanted: Wanted, place: Place, params: Sequence[Tensor], block: Tensor) -> int:
-    s = len(wanted.S)
-    return sum(
-        write_rows(own, wanted.z, place, wanted.S, u, _columns(block[k * s : (k + 1) * s], params))
-        for k, u in enumerate(wanted.u)
-    )
+    def _together(self, taps: Taps, wanted: Wanted, params: Sequence[Tensor], block: Tensor) -> int:
+        s, colours = len(wanted.S), self._colours[wanted.output]
+        return sum(
+            write_rows(taps, wanted.z, colours, wanted.S, u, _columns(block[k * s : (k + 1) * s], params))
+            for k, u in enumerate(wanted.u)
+        )
 
 
 def _columns(block: Tensor, params: Sequence[Tensor]) -> list[Tensor]:
@@ -300,16 +244,8 @@ def _columns(block: Tensor, params: Sequence[Tensor]) -> list[Tensor]:
     return views
 
 
-def _vacant(own: OwnWeights, wanted: Wanted, params: Sequence[Tensor], block: Tensor) -> int:
-    """Return the number of rows that are zero in the columns of linear layers: all, if their place has changed."""
-    views = _columns(block, params)
-    sizes = [torch.linalg.vector_norm(views[i].reshape(len(block), -1), dim=1) for i in own.inside]
-    asked = (wanted.u != 0).reshape(wanted.rows, -1).any(1)
-    return int(((torch.stack(sizes).amax(0) == 0) & asked).sum()) if sizes else 0
-
-
-def _compared(wanted: Wanted, params: Sequence[Tensor], block: Tensor, coarsest: float, seed: int) -> Found:
-    """Compare a random combination of an output's rows with a backward pass, column by column."""
+def _agree(wanted: Wanted, params: Sequence[Tensor], block: Tensor, coarsest: float, seed: int) -> bool:
+    """Whether a random combination of an output's rows is that of a backward pass, column by column."""
     u = wanted.u
     random = torch.Generator("cpu").manual_seed(seed)
     w = torch.rand(wanted.rows, generator=random, dtype=torch.float64, device="cpu") + 0.5
@@ -321,15 +257,13 @@ def _compared(wanted: Wanted, params: Sequence[Tensor], block: Tensor, coarsest:
         [p.new_zeros(p.numel()) if g is None else g.reshape(-1) for g, p in zip(slopes, params, strict=True)]
     ).to(block)
     if not bool(expected.isfinite().all()):
-        return Found(set(), set())  # no evidence
+        return True  # no evidence
     error = w @ block - expected
     eps = max(coarsest, *(torch.finfo(x.dtype).eps for x in (block, u, *params)))
     if eps > COARSE:  # columns of half precision are too noisy; a missing parameter still shows in its norm
         size = torch.maximum(expected.abs(), (w.square() @ block.square()).sqrt())
         parts = ([part.norm() for part in torch.split(x, [p.numel() for p in params])] for x in (error, size))
-        right = all(bool(off <= _ROUGHLY * whole) for off, whole in zip(*parts, strict=True))
-    else:
-        # Rows of neighbouring points may cancel in the sum, so rounding is relative to the rows, not to the sum.
-        size = torch.maximum(expected.abs(), w.abs() @ block.abs())
-        right = bool((error.abs() <= eps**0.5 * size + tolerance(eps) * size.max()).all())
-    return Found({wanted.output}, set()) if right else Found(set(), {wanted.output})
+        return all(bool(off <= _ROUGHLY * whole) for off, whole in zip(*parts, strict=True))
+    # Rows of neighbouring points may cancel in the sum, so rounding is relative to the rows, not to the sum.
+    size = torch.maximum(expected.abs(), w.abs() @ block.abs())
+    return bool((error.abs() <= eps**0.5 * size + tolerance(eps) * size.max()).all())

@@ -7,8 +7,10 @@ A row z of an output is its part for one sample or point (an index of its first 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,8 +19,8 @@ from torch.utils.checkpoint import CheckpointError
 from krylov_descent.curvature.errors import explain_missing_second_derivative
 from krylov_descent.curvature.gauss_newton import require_influence
 from krylov_descent.curvature.output_roots import Roots, cotangents, coupled, output_roots
-from krylov_descent.flow.jacobian_rows import MovedError, OwnWeights, Place, RowWriter, Wanted, place_of
-from krylov_descent.layers.calls import Recorder
+from krylov_descent.flow.jacobian_rows import RowWriter, Wanted
+from krylov_descent.flow.taps import Taps
 from krylov_descent.objective.closure import Evaluation, require_attached, require_outputs
 from krylov_descent.objective.objective import FORWARD, Objective
 from krylov_descent.samples.subsets import Microbatch
@@ -26,24 +28,10 @@ from krylov_descent.samples.subsets import Microbatch
 _LARGE = 4  # size relative to the mean, above which a row is drawn more often than others
 
 
-@dataclass(frozen=True)
-class OutputLayout:
-    """The shapes of a closure's outputs, and the places of their rows in the layers' inputs, None if unknown."""
-
-    shapes: tuple[tuple[int, ...], ...]
-    places: tuple[Place | None, ...]
+Shapes = tuple[tuple[int, ...], ...]
 
 
-def look(objective: Objective, batch: Microbatch) -> OutputLayout:
-    """Call the closure and return the layout of its outputs."""
-    recorder = Recorder(objective.parameters.params)
-    evaluation = objective.evaluate(batch, lambda: recorder)
-    require_outputs(evaluation, "GaussNewtonFlow")
-    rows = (z.reshape(1) if z.ndim == 0 else z for z in evaluation.outputs)
-    return OutputLayout(shapes_of(evaluation), tuple(place_of(z, recorder.calls) for z in rows))
-
-
-def shapes_of(evaluation: Evaluation) -> tuple[tuple[int, ...], ...]:
+def shapes_of(evaluation: Evaluation) -> Shapes:
     """Return the shapes of the outputs."""
     return tuple(tuple(z.shape) for z in evaluation.outputs)
 
@@ -67,7 +55,7 @@ def sizes_of(evaluation: Evaluation) -> list[Tensor]:
     deltas: Sequence[Tensor | None] = [None] * len(outputs)
     if evaluation.loss.requires_grad:
         require_attached(evaluation)
-        deltas = torch.autograd.grad(evaluation.loss, outputs, allow_unused=True)
+        deltas = torch.autograd.grad(evaluation.loss, outputs, retain_graph=True, allow_unused=True)
     found = []
     for z, delta in zip(outputs, deltas, strict=True):
         n = z.shape[0] if z.ndim else 1
@@ -76,51 +64,51 @@ def sizes_of(evaluation: Evaluation) -> list[Tensor]:
     return found
 
 
-def counts(seen: OutputLayout, wanted: int) -> list[int]:
+def counts(shapes: Shapes, wanted: int) -> list[int]:
     """Return the number of rows to draw of each output: proportional to its rows, at least a third of an even share."""
     return [
         min(shape[0] if shape else 1, max(1, round(s)))
-        for shape, s in zip(seen.shapes, _shares(seen, wanted), strict=True)
+        for shape, s in zip(shapes, _shares(shapes, wanted), strict=True)
     ]
 
 
-def widths(seen: OutputLayout, wanted: int, numel: int) -> list[int]:
+def widths(shapes: Shapes, wanted: int, numel: int) -> list[int]:
     """Return the number of cotangents for each row of an output: several if it has few rows of many entries.
 
     The cotangents are then no larger than the rows of J, which have ``numel`` entries.
     """
     found = []
-    for shape, share in zip(seen.shapes, _shares(seen, wanted), strict=True):
+    for shape, share in zip(shapes, _shares(shapes, wanted), strict=True):
         c = math.prod(shape[1:])
         found.append(cotangents(c, share / max(1, shape[0] if shape else 1) * min(1.0, numel / max(1, c))))
     return found
 
 
-def _shares(seen: OutputLayout, wanted: int) -> list[float]:
+def _shares(shapes: Shapes, wanted: int) -> list[float]:
     """Return each output's share of the wanted rows, not limited by its number of rows."""
-    numbers = [shape[0] if shape else 1 for shape in seen.shapes]
-    least = [max(1, cotangents(math.prod(shape[1:]))) for shape in seen.shapes]
+    numbers = [shape[0] if shape else 1 for shape in shapes]
+    least = [max(1, cotangents(math.prod(shape[1:]))) for shape in shapes]
     total = max(1, sum(n * k for n, k in zip(numbers, least, strict=True)))
     return [wanted * max(n / total, 1 / (3 * k * len(numbers))) for n, k in zip(numbers, least, strict=True)]
 
 
-def everything(seen: OutputLayout, wanted: int) -> bool:
+def everything(shapes: Shapes, wanted: int) -> bool:
     """Return whether all rows are drawn."""
-    return all(s == (shape[0] if shape else 1) for s, shape in zip(counts(seen, wanted), seen.shapes, strict=True))
+    return all(s == (shape[0] if shape else 1) for s, shape in zip(counts(shapes, wanted), shapes, strict=True))
 
 
 def choose(
-    seen: OutputLayout, sizes: Sequence[Tensor], wanted: int, generator: torch.Generator, device: torch.device
+    shapes: Shapes, alike: Sequence[int], sizes: Sequence[Tensor], wanted: int, seed: int, device: torch.device
 ) -> list[Chosen]:
-    """Draw rows of each output, the same rows for outputs that depend on the same inputs.
+    """Draw rows of each output, those of output ``alike[i]`` for output i.
 
     The chances are even, except for rows whose ``sizes`` are far above the mean: a few, at a front, may hold most of
     the loss.
     """
-    keys = [(place, len(size)) for place, size in zip(seen.places, sizes, strict=True)]
-    most: dict[tuple[Place | None, int], int] = {}
-    summed: dict[tuple[Place | None, int], Tensor] = {}
-    for key, size, s in zip(keys, sizes, counts(seen, wanted), strict=True):
+    generator = torch.Generator("cpu").manual_seed(seed)
+    most: dict[int, int] = {}
+    summed: dict[int, Tensor] = {}
+    for key, size, s in zip(alike, sizes, counts(shapes, wanted), strict=True):
         most[key] = max(s, most.get(key, 0))
         summed[key] = size + summed.get(key, 0.0)
     drawn = {}
@@ -128,7 +116,7 @@ def choose(
         chance = chances(summed[key], s)
         S = systematic(chance, s, generator)
         drawn[key] = Chosen(S.to(device), chance[S])
-    return [drawn[key] for key in keys]
+    return [drawn[key] for key in alike]
 
 
 def chances(size: Tensor, s: int) -> Tensor:
@@ -165,128 +153,114 @@ def systematic(chance: Tensor, s: int, generator: torch.Generator) -> Tensor:
     return drawn
 
 
-def samples_of(seen: OutputLayout, chosen: Sequence[Chosen]) -> dict[int, Tensor]:
-    """Return, by the number of rows of a layer's inputs, the input rows that the sampled output rows depend on."""
-    rows: dict[int, list[Tensor]] = {}
-    for place, drawn in zip(seen.places, chosen, strict=True):
-        if place is None or not len(drawn.rows):
-            continue
-        rows.setdefault(place.rows, []).append(place.of(drawn.rows).reshape(-1))
-    return {number: torch.unique(torch.cat(parts)) for number, parts in rows.items()}
+class TappedGraph:
+    """The graph of a full batch with its taps, kept from the pass for the gradient: a sketch needs no other."""
 
+    def __init__(self, objective: Objective) -> None:
+        self._params = objective.parameters.params
+        self._taps = Taps(self._params)
+        self._kept: tuple[Evaluation, tuple[int, ...]] | None = None
+        self._of_set = False
 
-_ATTEMPTS = 3  # calls of a closure whose outputs change shape
-_Moved = Callable[[Objective, Microbatch, OutputLayout], bool]
+    def watch(self) -> AbstractContextManager[Any]:
+        """Return new taps for each call of the closure, until one was given samples of a set."""
+        if self._of_set:
+            return nullcontext()
+        self._taps = Taps(self._params)
+        return self._taps
+
+    def wanted(self, evaluation: Evaluation) -> Sequence[Tensor]:
+        """Return the outputs of a full batch, which keeps the graph."""
+        self._of_set = evaluation.aligned
+        return evaluation.outputs if evaluation.loss.requires_grad and not self._of_set else ()
+
+    def collect(self, evaluation: Evaluation, gradient: object, wanted: object) -> float:
+        """Keep the graph of a full batch."""
+        self._kept = None if self._of_set else (evaluation, self._version)
+        return 0.0
+
+    @property
+    def _version(self) -> tuple[int, ...]:
+        return tuple(p._version for p in self._params)
+
+    def take(self) -> tuple[Evaluation, Taps] | None:
+        """Return the graph and its taps, unless the parameters have moved since."""
+        kept, self._kept = self._kept, None
+        return (kept[0], self._taps) if kept is not None and kept[1] == self._version else None
 
 
 class BatchRows:
-    """Computes the Jacobian rows of micro-batches, and remembers the layout of the closure's outputs."""
+    """Computes the Jacobian rows of micro-batches, and remembers what was learnt of the closure."""
 
     def __init__(self) -> None:
-        self._writers: dict[int | None, RowWriter] = {}  # by batch size, as _seen
-        self._seen: dict[int | None, OutputLayout] = {}
+        self._writers: dict[tuple[int | None, Shapes], RowWriter] = {}
         self._plainly = True  # the closure returns all outputs in a pass without a graph, too
-        self._kept = True  # activations are kept, not recomputed by checkpointing, which would lose per-row weights
+        self._kept = True  # activations are kept, not recomputed by checkpointing, which would lose the taps
         self.told_size = False  # the note on a sketch larger or smaller than wanted was given
         self.told_slow = False  # the note on a backward pass for each row was given
 
     @property
     def refuted(self) -> int:
         """The number of outputs whose rows take a backward pass each."""
-        return sum(len(writer.trust.refuted) for writer in self._writers.values()) + (not self._kept)
+        return sum(len(writer.refuted) for writer in self._writers.values()) + (not self._kept)
 
-    def part(self, objective: Objective, batch: Microbatch, wanted: int, seed: int) -> Part:
-        """Return about ``wanted`` rows of a micro-batch, sampled with ``seed``."""
-        part = self._tried(objective, batch, wanted, seed, self._moved)
-        # The retry is out here, where no reference keeps the first attempt's rows alive.
-        part = part or self._tried(objective, batch, wanted, seed, _nowhere)
-        return part or self._rows_of(objective, batch, wanted, seed, _nowhere)
+    @property
+    def operations(self) -> set[str]:
+        """The operations by which parameters are used outside of linear layers, of outputs whose rows are slow."""
+        return set().union(*(writer.operations for writer in self._writers.values()))
 
-    def _tried(self, objective: Objective, batch: Microbatch, wanted: int, seed: int, moved: _Moved) -> Part | None:
-        """Return the rows; None if a discovery about the closure requires that they are computed anew."""
+    def part(
+        self, objective: Objective, batch: Microbatch, wanted: int, seed: int, graph: TappedGraph | None = None
+    ) -> Part:
+        """Return about ``wanted`` rows of a micro-batch, sampled with ``seed``; ``graph`` is that of a full batch."""
         try:
-            return self._rows_of(objective, batch, wanted, seed, moved)
-        except MovedError:
-            return None
+            return self._rows_of(objective, batch, wanted, seed, graph)
         except CheckpointError:
             if not self._kept:
                 raise
             self._kept = False
-            return None
-
-    def _moved(self, objective: Objective, batch: Microbatch, seen: OutputLayout) -> bool:
-        """Look at the closure again, and return whether the places of its rows have changed."""
-        now = look(objective, batch)
-        if now.shapes != seen.shapes or now.places == seen.places:
-            return False
-        self._seen[batch.samples], self._writers[batch.samples] = now, RowWriter()
-        return True
+        # The retry is out here, where no reference keeps the first attempt's rows alive.
+        return self._rows_of(objective, batch, wanted, seed, None)
 
     def _rows_of(
-        self,
-        objective: Objective,
-        batch: Microbatch,
-        wanted: int,
-        seed: int,
-        moved: _Moved,
+        self, objective: Objective, batch: Microbatch, wanted: int, seed: int, graph: TappedGraph | None
     ) -> Part:
-        evaluation, own, seen, chosen = self._evaluate(objective, batch, wanted, seed)
+        evaluation, taps = (graph.take() if graph else None) or self._tapped(objective, batch)
+        shapes = shapes_of(evaluation)
         if evaluation.weight == 0:  # every term is masked
             nothing = objective.parameters.zeros()[:0]
-            return Part(room(0, objective), nothing, nothing, 0.0, [], True, shapes_of(evaluation))
-        require_attached(evaluation)
+            return Part(room(0, objective), nothing, nothing, 0.0, [], True, shapes)
+        require_outputs(evaluation, "GaussNewtonFlow")
+        writer = self._writers.setdefault((batch.samples, shapes), RowWriter())
+        outputs = [z.reshape(1) if z.ndim == 0 else z for z in evaluation.outputs]
+        alike = [writer.drawn_like(i, taps, z) if self._kept else i for i, z in enumerate(outputs)]
+        sizes = _sizes(evaluation, shapes, wanted)
+        chosen = choose(shapes, alike, sizes, wanted, seed, objective.parameters.params[0].device)
         signs = torch.Generator("cpu").manual_seed(seed + 1)
-        all_roots = _roots(evaluation, chosen, widths(seen, wanted, objective.parameters.numel), signs)
+        all_roots = _roots(evaluation, chosen, widths(shapes, wanted, objective.parameters.numel), signs)
         found = []
         whole = True
-        for i, (z, roots, place, drawn) in enumerate(
-            zip(evaluation.outputs, all_roots, seen.places, chosen, strict=True)
-        ):
+        for i, (z, roots, drawn) in enumerate(zip(outputs, all_roots, chosen, strict=True)):
             if roots is None:
                 continue
             S = drawn.rows
-            z = z.reshape(1) if z.ndim == 0 else z
             whole &= len(S) == z.shape[0] and len(roots.u) in (0, math.prod(z.shape[1:]))
             scale = drawn.chance.rsqrt().to(roots.rho)
             u = roots.u * scale.reshape(1, -1, *(1,) * (roots.u.ndim - 2)).to(roots.u.dtype)
             if len(u):
-                place = place if self._kept else None
-                found.append((Wanted(i, z, place, S, u, evaluation.samples), roots.rho * scale))
+                found.append((Wanted(i, z, S, u, evaluation.samples), roots.rho * scale))
         J = room(sum(rows.rows for rows, _ in found), objective)
-        writer = self._writers.setdefault(batch.samples, RowWriter())
         at = slow = 0
         for rows, _ in found:
-            slow += writer.write(objective, own, rows, J[at : at + rows.rows], lambda: moved(objective, batch, seen))
+            slow += writer.write(objective, taps if self._kept else None, rows, J[at : at + rows.rows])
             at += rows.rows
         rho = torch.cat([rho.detach().reshape(-1) for _, rho in found]) if found else J.new_zeros(0)
         reads = [(rows.output, rows.S, u.detach()) for rows, _ in found for u in rows.u]
-        return Part(J, rho, _read(evaluation, reads).to(rho), evaluation.weight, reads, whole, seen.shapes, slow)
+        return Part(J, rho, _read(evaluation, reads).to(rho), evaluation.weight, reads, whole, shapes, slow)
 
-    def _evaluate(
-        self, objective: Objective, batch: Microbatch, wanted: int, seed: int
-    ) -> tuple[Evaluation, OwnWeights, OutputLayout, list[Chosen]]:
-        """Evaluate the closure with per-row weights for the sampled rows.
-
-        The layout of the rows is known from the last call with this batch size, or found by an extra first call.
-        """
-        params = objective.parameters.params
-        for _ in range(_ATTEMPTS):
-            seen = self._seen.get(batch.samples)
-            sizes = None if seen is None else _sizes(objective, batch, seen, wanted)
-            if seen is not None and sizes is not None:
-                # Seeded at each attempt, so that the draw does not depend on earlier attempts.
-                drawing = torch.Generator("cpu").manual_seed(seed)
-                chosen = choose(seen, sizes, wanted, drawing, params[0].device)
-                own = OwnWeights(params, samples_of(seen, chosen) if self._kept else {})
-                with own:
-                    evaluation = _evaluated(objective, batch)
-                if seen.shapes == shapes_of(evaluation):
-                    return evaluation, own, seen, chosen
-            self._seen[batch.samples], self._writers[batch.samples] = look(objective, batch), RowWriter()
-        raise ValueError(
-            "The closure returned outputs of other shapes at every call: it must return the same ones whenever it is "
-            "called with the same batch. Draw new points between steps, not in the closure."
-        )
+    def _tapped(self, objective: Objective, batch: Microbatch) -> tuple[Evaluation, Taps]:
+        taps = Taps(objective.parameters.params)
+        return _evaluated(objective, batch, taps if self._kept else nullcontext()), taps
 
     def change(self, objective: Objective, batch: Microbatch, part: Part) -> Tensor:
         """Return the change of one micro-batch's outputs; some closures drop outputs without a graph, and get one."""
@@ -311,7 +285,7 @@ class Part:
     weight: float
     reads: list[tuple[int, Tensor, Tensor]]
     whole: bool
-    shapes: tuple[tuple[int, ...], ...]
+    shapes: Shapes
     slow: int = 0
 
     def weigh(self, factor: float) -> None:
@@ -330,13 +304,12 @@ class Part:
         return _read(evaluation, self.reads) - self.z
 
 
-def _nowhere(objective: Objective, batch: Microbatch, seen: OutputLayout) -> bool:
-    """Return False: places of rows are looked up again at most once in a step."""
-    return False
-
-
-def _evaluated(objective: Objective, batch: Microbatch) -> Evaluation:
-    evaluation = objective.evaluate(batch)
+def _evaluated(
+    objective: Objective,
+    batch: Microbatch,
+    inside: AbstractContextManager[Any] = nullcontext(),  # noqa: B008
+) -> Evaluation:
+    evaluation = objective.evaluate(batch, lambda: inside)
     objective.sample_gradients += FORWARD * evaluation.samples
     return evaluation
 
@@ -366,12 +339,11 @@ def _roots(
     return found
 
 
-def _sizes(objective: Objective, batch: Microbatch, seen: OutputLayout, wanted: int) -> list[Tensor] | None:
-    """Return the sizes of all rows, or zeros if all rows are drawn; None if the output shapes have changed."""
-    if everything(seen, wanted):
-        return [torch.zeros(shape[0] if shape else 1, dtype=torch.float64, device="cpu") for shape in seen.shapes]
-    evaluation = _evaluated(objective, batch)
-    return sizes_of(evaluation) if shapes_of(evaluation) == seen.shapes else None
+def _sizes(evaluation: Evaluation, shapes: Shapes, wanted: int) -> list[Tensor]:
+    """Return the sizes of all rows, or zeros if all rows are drawn."""
+    if everything(shapes, wanted):
+        return [torch.zeros(shape[0] if shape else 1, dtype=torch.float64, device="cpu") for shape in shapes]
+    return sizes_of(evaluation)
 
 
 def _read(evaluation: Evaluation, reads: Sequence[tuple[int, Tensor, Tensor]]) -> Tensor:

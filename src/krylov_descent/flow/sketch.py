@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from krylov_descent.distributed import Comm, added, defer_error
-from krylov_descent.flow.row_sampling import BatchRows, Part, room
+from krylov_descent.flow.row_sampling import BatchRows, Part, TappedGraph, room
 from krylov_descent.objective.closure import require_weight
 from krylov_descent.objective.objective import Objective
 from krylov_descent.safety.budget import at_hand, share
@@ -23,9 +23,9 @@ from krylov_descent.samples.subsets import Microbatch
 
 ROWS = 400  # default of m
 
-# Peak memory in units of m·n numbers: J, per-row weights and their gradients (measured: 4.3 to 4.7), and a third more,
-# since many small terms may add rows beyond m.
-_COPIES = 6.25
+# Peak memory in units of m·n numbers: J and its copy for the QR (measured: 2.0 to 2.5), and a third more, since many
+# small terms may add rows beyond m.
+_COPIES = 3.3
 _TIMED = 100_000  # most parameters with which steps were timed (docs/appendix/speed.md)
 
 
@@ -71,11 +71,11 @@ def why_not_flow(params: Iterable[Tensor], budget: int | None = None) -> str | N
     return against_flow(sum(p.numel() for p in trained), trained[0].dtype, budget)
 
 
-_SLOW = (
-    "The Jacobian rows of some output take a backward pass each, which is slow: the output has parameters outside of "
-    "linear layers (x @ W in place of F.linear) or computed weights (weight_norm), it is differentiated by torch.func, "
-    "a row of it depends on many points (its first dimension is that of samples or points), or its layers are "
-    "checkpointed."
+_SLOW = "The Jacobian rows of some output take a backward pass each, which is slow: {}."
+_USED = "parameters are used by {}, which is no linear layer"
+_OTHERWISE = (
+    "layers are checkpointed or differentiated by torch.func, or most of its rows depend on the same points (its first "
+    "dimension is that of samples or points)"
 )
 
 _FEW = (
@@ -120,8 +120,10 @@ class Sketcher:
     def __init__(self, rows: int = ROWS) -> None:
         self.rows = rows
 
-    def draw(self, objective: Objective, batches: Sequence[Microbatch], key: Sequence[int]) -> Sketch:
-        """Draw a sketch on these micro-batches; ``key`` seeds the sampling.
+    def draw(
+        self, objective: Objective, batches: Sequence[Microbatch], key: Sequence[int], graph: TappedGraph | None = None
+    ) -> Sketch:
+        """Draw a sketch on these micro-batches; ``key`` seeds the sampling, ``graph`` is that of a full batch.
 
         Raises:
             ValueError: the loss has no square root row by row, or the rows do not fit in memory.
@@ -134,7 +136,7 @@ class Sketcher:
         parts: list[Part] = []
 
         def work() -> None:
-            parts.extend(of_batches.part(objective, b, wanted, _seed((*key, b.position))) for b in batches)
+            parts.extend(of_batches.part(objective, b, wanted, _seed((*key, b.position)), graph) for b in batches)
 
         failure = defer_error(comm, work)
         W = added(comm, sum((part.weight for part in parts), 0.0), failure)
@@ -172,7 +174,8 @@ class Sketcher:
             J = _scattered(comm, [row for part in parts for row in part.J], start, m, none)
         for part in parts:
             part.J = none[None][:0]  # free the rows
-        note = _SLOW if slow else ""
+        operations = ", ".join(sorted(of_batches.operations))
+        note = _SLOW.format(_USED.format(operations) if operations else _OTHERWISE) if slow else ""
         few = m < self.rows / 4 and not whole
         if (few or m > 2 * self.rows) and not of_batches.told_size:
             of_batches.told_size = True

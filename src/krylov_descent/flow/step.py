@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from krylov_descent.flow.factored import Factored, acceleration, damped_steps, flow_direction, new_damping
+from krylov_descent.flow.row_sampling import TappedGraph
 from krylov_descent.flow.sketch import Sketcher, finite_rows, sketch_bytes
 from krylov_descent.krylov.orthonormal_basis import spanned_basis
 from krylov_descent.krylov.search import LineEvaluator, Search, SearchStart
@@ -129,7 +130,7 @@ def flow_step(
         ValueError: the loss has no Jacobian rows, or is not finite and there is no earlier point to return to.
     """
     with StepLog(objective.comm) as log:
-        at = arrive(objective, samples, state, settings.acceptance, theta=theta)
+        at = arrive(objective, samples, state, settings.acceptance, lambda objective, _: TappedGraph(objective), theta)
         log.lap("gradient")
 
         watch = samples.watch(at)
@@ -197,7 +198,8 @@ class Flow:
         last = at.last_step if state.direction is None else state.direction
         most = most_rows(settings.rows, settings.memory_budget, objective)
         rows = min(max(settings.rows, known.rows if known else 0), most)
-        drawn = Sketcher(rows).draw(objective, at.b, (at.key.seed, at.key.iteration))
+        drawn = Sketcher(rows).draw(objective, at.b, (at.key.seed, at.key.iteration), at.gathered)
+        at.gathered = None
         self._sketch = finite_rows(drawn, comm)
         self._factored = Factored(self._sketch.J, comm)
         whole = self._sketch.whole

@@ -1,0 +1,259 @@
+"""Taps: what a backward pass leaves at each use of a weight, of which Jacobian rows are made.
+
+Letters: a use of a weight W [out, in] is y = aWᵀ + b, or y = δW in the derivative of one. At each use a backward pass
+leaves δ [R, out] and a [R, in] with ∂/∂W = Σᵣ δᵣaᵣᵀ; R counts samples, points and positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from krylov_descent.distributed.sharded import is_sharded
+from krylov_descent.layers.calls import linear_call
+
+_T = torch.Tensor
+_MATMUL = {torch.matmul, _T.matmul, _T.__matmul__, torch.mm, _T.mm}
+
+
+@dataclass(frozen=True)
+class Use:
+    """One use of a weight and a bias, by their numbers; ``turned`` if it is y = δW."""
+
+    weight: int | None
+    bias: int | None
+    turned: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Left:
+    """What a backward pass left at a use: the gradient that came in, and δ and a."""
+
+    incoming: Tensor
+    delta: Tensor
+    a: Tensor
+
+
+class Taps:
+    """A context in which products with weights are tapped: F.linear, and x @ W with a parameter W.
+
+    Not tapped are sharded weights, and calls inside compiled and scripted code.
+
+    Attributes:
+        uses: the uses, in the order of the calls; a deterministic closure has the same ones at each call.
+        weights: the tapped weights and biases: the parameters, then weights computed from parameters.
+        eps: ε of the coarsest dtype of a use, which an autocast makes coarser than that of the parameters.
+    """
+
+    def __init__(self, params: Sequence[Tensor]) -> None:
+        self.weights = list(params)
+        self.uses: list[Use] = []
+        self.eps = 0.0
+        self._index = {id(p): i for i, p in enumerate(params)}
+        self._probe = torch.zeros((), dtype=params[0].dtype, device=params[0].device, requires_grad=True)
+        self._left: list[tuple[int, Tensor, Tensor]] | None = None
+        self._of_weights = True  # whether backward passes compute gradients of weights
+        self._mode = _Mode(self)
+
+    def __enter__(self) -> Taps:
+        self._mode.__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._mode.__exit__(*error)  # type: ignore[no-untyped-call]
+
+    def call(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Call a function of torch, tapped if it is a product with a weight."""
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return func(*args, **kwargs)
+        if func is F.linear:
+            x, W, b, _ = linear_call(*args, **kwargs)
+            if self._tapped(x, W, b):
+                return self.linear(x, W, b, Use(self._number(W), self._number(b), False))
+        elif func in _MATMUL and not kwargs and id(args[1]) in self._index and self._tapped(*args):
+            return self.turned(args[0], args[1], Use(self._number(args[1]), None, True))
+        elif func is torch.autograd.grad:  # derivatives by points need none by weights
+            inputs = args[1] if len(args) > 1 else kwargs["inputs"]
+            by = (inputs,) if isinstance(inputs, Tensor) else inputs
+            with self._computing(any(id(x) in self._index for x in by)):
+                return func(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    def _tapped(self, x: Tensor, W: Tensor, b: Tensor | None = None) -> bool:
+        if W.ndim != 2 or is_sharded(W) or is_sharded(x) or is_sharded(b):
+            return False
+        trained = W.requires_grad or (b is not None and id(b) in self._index)
+        return trained and not torch._C._functorch.is_functorch_wrapped_tensor(W)
+
+    def linear(self, x: Tensor, W: Tensor, b: Tensor | None, use: Use) -> Tensor:
+        """Return xWᵀ + b, tapped."""
+        self.uses.append(use)
+        return _Linear.apply(x, W, b, self._probe, self, len(self.uses) - 1, _dtype(x))  # type: ignore[no-any-return, no-untyped-call]
+
+    def turned(self, x: Tensor, W: Tensor, use: Use) -> Tensor:
+        """Return xW, tapped."""
+        self.uses.append(use)
+        return _Turned.apply(x, W, self._probe, self, len(self.uses) - 1, _dtype(x))  # type: ignore[no-any-return, no-untyped-call]
+
+    def _number(self, W: Tensor | None) -> int | None:
+        """Return the number of a weight or bias, given now if it is computed from parameters."""
+        if W is not None and W.requires_grad and id(W) not in self._index:
+            self._index[id(W)] = len(self.weights)
+            self.weights.append(W)
+        return self._index.get(id(W))
+
+    @contextmanager
+    def _computing(self, of_weights: bool) -> Any:
+        before, self._of_weights = self._of_weights, of_weights
+        try:
+            yield
+        finally:
+            self._of_weights = before
+
+    def record(self, z: Tensor, cotangent: Tensor) -> dict[int, Left]:
+        """Return what a backward pass from z leaves, by the number of the use."""
+        self._left = []
+        try:
+            if z.requires_grad:
+                torch.autograd.grad(z, self._probe, cotangent, retain_graph=True, allow_unused=True)
+            found = self._left
+        finally:
+            self._left = None
+        left = {}
+        for number, incoming, saved in found:
+            d, x = (y.detach().reshape(-1, y.shape[-1]) for y in (incoming, saved))
+            left[number] = Left(d, x, d) if self.uses[number].turned else Left(d, d, x)
+        return left
+
+    def elsewhere(self, z: Tensor) -> set[str]:
+        """Return the names of the operations behind z that use parameters beside the taps, such as "Convolution"."""
+        found, seen, stack = set(), set(), [z.grad_fn]
+        tapped = {id(self.weights[i]) for use in self.uses for i in (use.weight, use.bias) if i is not None}
+        while stack:
+            node = stack.pop()
+            for after, _ in () if node is None else node.next_functions:
+                leaf = getattr(after, "variable", None)
+                if leaf is not None and id(leaf) in self._index and id(leaf) not in tapped:
+                    found.add(type(node).__name__.rstrip("0123456789").removesuffix("Backward"))
+                if after not in seen:
+                    seen.add(after)
+                    stack.append(after)
+        return found
+
+
+def _dtype(x: Tensor) -> torch.dtype:
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
+class _Mode(TorchFunctionMode):
+    """Calls functions through the taps, which must not be a mode themselves to be passed to a Function."""
+
+    def __init__(self, taps: Taps) -> None:
+        super().__init__()
+        self._taps = taps
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Iterable[Any], args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        return self._taps.call(func, args, kwargs or {})
+
+
+class _Linear(torch.autograd.Function):
+    """y = xWᵀ + b."""
+
+    @staticmethod
+    def forward(
+        x: Tensor, W: Tensor, b: Tensor | None, probe: Tensor, taps: Taps, use: int, dtype: torch.dtype
+    ) -> Tensor:
+        return F.linear(x.to(dtype), W.to(dtype), None if b is None else b.to(dtype))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+        x, W, b, probe, ctx.taps, ctx.use, dtype = inputs
+        ctx.save_for_backward(x, W, probe)
+        ctx.save_for_forward(x, W)
+        ctx.bias = None if b is None else b.dtype
+        ctx.taps.eps = max(ctx.taps.eps, torch.finfo(dtype).eps)
+
+    @staticmethod
+    def backward(ctx: Any, d: Tensor) -> Any:
+        (x, W, _), taps = ctx.saved_tensors, ctx.taps
+        dx = dW = db = None
+        if taps._left is not None:
+            taps._left.append((ctx.use, d, x))
+            if ctx.needs_input_grad[0]:
+                dx = (d @ W.to(d.dtype)).to(x.dtype)
+            return dx, None, None, None, None, None, None
+        if ctx.needs_input_grad[0]:
+            use = Use(taps.uses[ctx.use].weight, None, True)
+            dx = (taps.turned(d, W, use) if torch.is_grad_enabled() else d @ W.to(d.dtype)).to(x.dtype)
+        if taps._of_weights:
+            flat = d.reshape(-1, d.shape[-1])
+            if ctx.needs_input_grad[1]:
+                dW = (flat.T @ x.reshape(-1, x.shape[-1]).to(d.dtype)).to(W.dtype)
+            if ctx.needs_input_grad[2]:
+                db = flat.sum(0).to(ctx.bias)
+        return dx, dW, db, None, None, None, None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, x: Tensor, *given: Any) -> tuple[Tensor, int]:
+        return _Linear.apply(_front(x, in_dims), *given), 0  # type: ignore[no-untyped-call]
+
+    @staticmethod
+    def jvp(ctx: Any, dx: Tensor, *of_others: Any) -> Tensor:
+        _, W = ctx.saved_tensors
+        return ctx.taps.linear(dx, W, None, Use(ctx.taps.uses[ctx.use].weight, None, False))  # type: ignore[no-any-return]
+
+
+class _Turned(torch.autograd.Function):
+    """y = xW."""
+
+    @staticmethod
+    def forward(x: Tensor, W: Tensor, probe: Tensor, taps: Taps, use: int, dtype: torch.dtype) -> Tensor:
+        return x.to(dtype) @ W.to(dtype)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+        x, W, probe, ctx.taps, ctx.use, _ = inputs
+        ctx.save_for_backward(x, W, probe)
+        ctx.save_for_forward(x, W)
+
+    @staticmethod
+    def backward(ctx: Any, d: Tensor) -> Any:
+        (x, W, _), taps = ctx.saved_tensors, ctx.taps
+        dx = dW = None
+        if taps._left is not None:
+            taps._left.append((ctx.use, d, x))
+            if ctx.needs_input_grad[0]:
+                dx = (d @ W.T.to(d.dtype)).to(x.dtype)
+            return dx, None, None, None, None, None
+        if ctx.needs_input_grad[0]:
+            use = Use(taps.uses[ctx.use].weight, None, False)
+            dx = (taps.linear(d, W, None, use) if torch.is_grad_enabled() else d @ W.T.to(d.dtype)).to(x.dtype)
+        if taps._of_weights and ctx.needs_input_grad[1]:
+            dW = (x.reshape(-1, x.shape[-1]).T.to(d.dtype) @ d.reshape(-1, d.shape[-1])).to(W.dtype)
+        return dx, dW, None, None, None, None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, x: Tensor, *given: Any) -> tuple[Tensor, int]:
+        return _Turned.apply(_front(x, in_dims), *given), 0  # type: ignore[no-untyped-call]
+
+    @staticmethod
+    def jvp(ctx: Any, dx: Tensor, *of_others: Any) -> Tensor:
+        _, W = ctx.saved_tensors
+        return ctx.taps.turned(dx, W, Use(ctx.taps.uses[ctx.use].weight, None, True))  # type: ignore[no-any-return]
+
+
+def _front(x: Tensor, in_dims: Sequence[Any]) -> Tensor:
+    """Return x with the dimension of a vmap first; only x may have one."""
+    if any(dim is not None for dim in in_dims[1:]):
+        raise NotImplementedError("a tapped weight inside of a vmap over weights")
+    return x.movedim(in_dims[0], 0)
