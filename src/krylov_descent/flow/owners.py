@@ -35,7 +35,7 @@ class Owners:
     """To which output rows the rows of uses belong; equal answers are one tensor."""
 
     def __init__(self) -> None:
-        self._known: dict[bytes, Tensor] = {}
+        self._known: list[Tensor] = []
 
     def learn(self, taps: Taps, z: Tensor) -> list[Colour] | None:
         """Return the colours of an output's rows; None if there are too many."""
@@ -101,7 +101,10 @@ class Owners:
         return {use: self._one(owner) for use, owner in found.items()}
 
     def _one(self, owner: Tensor) -> Tensor:
-        return self._known.setdefault(owner.cpu().numpy().tobytes(), owner)
+        known = next((x for x in self._known if torch.equal(x, owner)), owner)
+        if known is owner:
+            self._known.append(owner)
+        return known
 
 
 class Slots:
