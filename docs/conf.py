@@ -30,7 +30,7 @@ highlight_language = "text"
 
 # Not nitpicky: signatures name types of torch, whose inventory would have to come from the network, and protocols of
 # this package that are not public. Links between pages are checked all the same.
-myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
+myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 4
 
 # Pages with {code-cell} run in a directory of their own, one thread, and fail the build by an error or a warning: what
