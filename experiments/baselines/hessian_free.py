@@ -167,6 +167,9 @@ class HessianFree(ClosureOptimizer):
             )
         return report
 
+    def _needs_outputs(self) -> bool:
+        return self._curvature != "hessian"
+
     def _step(
         self, objective: Objective, draw: StepSets, iteration: int, damping: float, last: Tensor | None
     ) -> tuple[HessianFreeReport, Tensor | None]:

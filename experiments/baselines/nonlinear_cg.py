@@ -117,6 +117,9 @@ class NonlinearCG(ClosureOptimizer):
             preconditioner="none",
         )
 
+    def _needs_outputs(self) -> bool:
+        return False
+
     def _start(
         self, objective: Objective, draw: StepSets, numbers: dict[str, Any]
     ) -> tuple[Trial, Tensor | None, tuple[object, ...]]:
