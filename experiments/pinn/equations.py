@@ -1,8 +1,9 @@
 """The equations of the study: residuals of the interior, boundary and initial terms, and solutions to compare with.
 
-A residual is a function of a field u (any differentiable callable, points [n, d] → values [n]) and of points [n, d];
-it is zero for the solution. Columns of the points are x and y, or x and t. Interior terms have weight 1, all boundary
-and initial terms weight 100, in every equation. Nothing is built into the network: all conditions are soft.
+A residual is a function of a field u (any differentiable callable, points [n, d] → values [n], or [n, k] of k fields)
+and of points [n, d]; it is zero for the solution. Columns of the points are x and y, or x and t. Interior terms have
+weight 1, all boundary, initial and data terms weight 100, in every equation. All conditions are soft, and nothing is
+built into the network, unless the equation says so.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from experiments.pinn import networks, references
 from experiments.pinn import points as places
-from experiments.pinn import references
 
 Field = Callable[[Tensor], Tensor]
 Residual = Callable[[Field, Tensor], Tensor]
@@ -25,16 +26,20 @@ PI = math.pi
 
 @dataclasses.dataclass(frozen=True)
 class Term:
-    """A condition, where it is to hold, and its weight in the loss."""
+    """A condition, where it is to hold, and its weight in the loss; ``data``: so many places, never drawn anew."""
 
     residual: Residual
     place: places.Place
     weight: float = 100.0
+    data: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Equation:
-    """Terms on a box, the interior first, and the solution; ``grid`` is the number of test points along each axis."""
+    """Terms on a box, the interior first, and the solution.
+
+    ``grid`` is the number of test points along each axis, ``build`` makes the model.
+    """
 
     low: tuple[float, ...]
     high: tuple[float, ...]
@@ -42,22 +47,33 @@ class Equation:
     terms: tuple[Term, ...]
     exact: Field
     grid: tuple[int, int] = (101, 101)
+    build: networks.Build = networks.one
 
 
 def derivatives(u: Field, points: Tensor, second: Sequence[int] = ()) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """u [n], its gradient [n, d] and ∂²u/∂x_c² [n] for the columns c of ``second``.
+    """u [n], its gradient [n, d] and ∂²u/∂x_c² [n] for the columns c of ``second``."""
+    value, (first,), (twice,) = derivatives_of_fields(u, points, second)
+    return value, first, twice
+
+
+def derivatives_of_fields(
+    u: Field, points: Tensor, *second: Sequence[int]
+) -> tuple[Tensor, list[Tensor], list[list[Tensor]]]:
+    """u [n] or [n, k], and of the first of its fields, one for each ``second``, what ``derivatives`` has of one.
 
     Where gradients are switched off outside, they are switched on for this, and the last graph is not built.
     """
     outside = torch.is_grad_enabled()
+    gradients, twice = list[Tensor](), list[list[Tensor]]()
     with torch.enable_grad():
         at = points if points.requires_grad else points.detach().requires_grad_()
         value = u(at)
-        (first,) = torch.autograd.grad(value.sum(), at, create_graph=outside or bool(second))
-        twice = [
-            torch.autograd.grad(first[:, c].sum(), at, retain_graph=True, create_graph=outside)[0][:, c] for c in second
-        ]
-    return (value, first, twice) if outside else (value.detach(), first.detach(), twice)
+        for field, columns in zip((value,) if value.ndim == 1 else value.unbind(1), second, strict=False):
+            slope = functools.partial(torch.autograd.grad, inputs=at, retain_graph=True)
+            (first,) = slope(field.sum(), create_graph=outside or bool(columns))
+            twice.append([slope(first[:, c].sum(), create_graph=outside)[0][:, c] for c in columns])
+            gradients.append(first if outside else first.detach())
+    return value if outside else value.detach(), gradients, twice
 
 
 def minus_laplacian(u: Field, points: Tensor, f: Field) -> Tensor:
@@ -66,10 +82,10 @@ def minus_laplacian(u: Field, points: Tensor, f: Field) -> Tensor:
     return -torch.stack(second).sum(0) - f(points.detach())
 
 
-def burgers(u: Field, points: Tensor) -> Tensor:
+def burgers(u: Field, points: Tensor, viscosity: float = references.BURGERS_VISCOSITY) -> Tensor:
     """u_t + u u_x − ν u_xx."""
     value, first, (u_xx,) = derivatives(u, points, (0,))
-    return first[:, 1] + value * first[:, 0] - references.BURGERS_VISCOSITY * u_xx
+    return first[:, 1] + value * first[:, 0] - viscosity * u_xx
 
 
 def convection(u: Field, points: Tensor, speed: float) -> Tensor:
@@ -198,6 +214,22 @@ def _convection(speed: float) -> Equation:
     return _circle(functools.partial(convection, speed=speed), functools.partial(_travelling, speed=speed))
 
 
+def burgers_of(viscosity: float) -> Equation:
+    """On x ∈ [−1, 1], t ∈ [0, 1], from −sin πx."""
+    return Equation(
+        (-1.0, 0.0),
+        (1.0, 1.0),
+        ("x", "t"),
+        (
+            Term(functools.partial(burgers, viscosity=viscosity), places.inside, 1.0),
+            Term(functools.partial(equals, target=_minus_sine), places.at_start),
+            Term(_ZERO, places.at_ends),
+        ),
+        functools.partial(references.burgers, viscosity=viscosity),
+        (257, 101),
+    )
+
+
 _ZERO = functools.partial(equals, target=_zero)
 _SINES = functools.partial(_sines, scale=1.0, waves=1)
 _WAVES = functools.partial(_sines, scale=1.0, waves=4)
@@ -205,18 +237,7 @@ _WAVES = functools.partial(_sines, scale=1.0, waves=4)
 EQUATIONS: dict[str, Equation] = {
     "poisson2d": _poisson(-1.0, 1.0, 2, _SINES, functools.partial(_sines, scale=2 * PI**2, waves=1)),
     "poisson5d": _poisson(0.0, 1.0, 5, _cosines, functools.partial(_cosines, scale=PI**2)),
-    "burgers": Equation(
-        (-1.0, 0.0),
-        (1.0, 1.0),
-        ("x", "t"),
-        (
-            Term(burgers, places.inside, 1.0),
-            Term(functools.partial(equals, target=_minus_sine), places.at_start),
-            Term(_ZERO, places.at_ends),
-        ),
-        references.burgers,
-        (257, 101),
-    ),
+    "burgers": burgers_of(references.BURGERS_VISCOSITY),
     "convection30": _convection(30.0),
     "convection40": _convection(40.0),
     "wave": Equation(

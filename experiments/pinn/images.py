@@ -140,10 +140,10 @@ class FourierNetwork(nn.Module):
 
     B: Tensor
 
-    def __init__(self, widths: Sequence[int], seed: int, dtype: torch.dtype) -> None:
+    def __init__(self, widths: Sequence[int], seed: int, dtype: torch.dtype, deviation: float = _DEVIATION) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(places.number((seed, "Fourier")))
-        B = _DEVIATION * torch.randn(widths[0], widths[1] // 2, dtype=torch.float64, generator=generator)
+        B = deviation * torch.randn(widths[0], widths[1] // 2, dtype=torch.float64, generator=generator)
         features = 2 * B.shape[1]
         self.network = Network([features, *widths[1:]], (-1.0,) * features, (1.0,) * features, seed, dtype)
         self.register_buffer("B", B.to(dtype))

@@ -68,12 +68,16 @@ def number(key: Sequence[object]) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-def counts(interior: int, boundary: int, terms: int) -> list[int]:
-    """How many points each term gets: no two as many, so that rows can be told apart by their number."""
-    others: list[int] = []
-    next_count = boundary // max(1, terms - 1)
-    while len(others) < terms - 1:
-        if next_count != interior:
-            others.append(next_count)
-        next_count += 1
-    return [interior, *others]
+def counts(interior: int, boundary: int, data: Sequence[int | None]) -> list[int]:
+    """How many points each term gets: no two as many, so that rows can be told apart by their number.
+
+    The first gets ``interior``; the others share ``boundary``, but for those that have a number of data.
+    """
+    found = [interior]
+    share = boundary // max(1, data[1:].count(None))
+    for n in data[1:]:
+        count = share if n is None else n
+        while count in found:
+            count += 1
+        found.append(count)
+    return found

@@ -1,8 +1,9 @@
 """A problem of the study: an equation or samples to fit, a network, training points, and what is measured.
 
-Loss: Σ over terms of mean(z²), z = √weight · residual; interior terms have weight 1, boundary and initial terms 100.
+Loss: Σ over terms of mean(z²), z = √weight · residual; interior terms have weight 1, all others 100.
 Every term has points of its own, and no two terms have as many. Error: ‖u − u*‖ / ‖u*‖ over the test points, u* the
-exact solution in float64: a grid that contains the boundary, or in five dimensions 10,000 Sobol points.
+exact solution in float64: a grid that contains the boundary, or in five dimensions 10,000 Sobol points. Where several
+fields or coefficients are unknown, u has them all.
 
 A fit has one term, of weight 1, and the error is that on its test samples.
 """
@@ -20,11 +21,20 @@ from experiments.pinn import networks
 from experiments.pinn import points as places
 from experiments.pinn.equations import EQUATIONS, Equation
 from experiments.pinn.fits import FITS, fit
+from experiments.pinn.further import FURTHER
 from experiments.pinn.samples import Fit, Samples
 from experiments.pinn.unseen import UNSEEN
 
 PROBLEMS: tuple[str, ...] = tuple(EQUATIONS)
-_ALL = {**EQUATIONS, **UNSEEN}
+
+#: Constants of methods are chosen on the first, and shown on the second, on which nothing is chosen.
+CHOOSING: tuple[str, ...] = (*PROBLEMS, "heat-inverse", "kovasznay")
+SHOWN: tuple[str, ...] = (
+    *("klein-gordon", "sine-gordon", "fisher", "cubic-poisson", "kdv", "burgers01", "poisson-inverse"),
+    *("reaction-diffusion", "advection-periodic", "helmholtz-fourier"),
+)
+
+_ALL = {**EQUATIONS, **UNSEEN, **FURTHER}
 _TEST_POINTS = 10_000  # where there are too many dimensions for a grid
 
 Terms = tuple[Tensor, tuple[Tensor, ...]]
@@ -46,8 +56,8 @@ class Problem:
 
     Attributes:
         name: of the equation or fit.
-        model: points [n, d] → u [n]; of an image in colours [n, 3].
-        closure: the loss and the weighted residuals z, for each term a tensor of the shape of u; never calls backward.
+        model: points [n, d] → u [n]; of several fields [n, k], of an image in colours [n, 3].
+        closure: the loss and the weighted residuals z, for each term a tensor [n] or [n, k]; never calls backward.
             It works with gradients switched off too, and is cheaper then.
         error: relative L2 error on the test points.
         held_out: the loss on points that are never trained on.
@@ -81,7 +91,7 @@ def problem(
     """The problem of that name; weights and all points come from the seed.
 
     Args:
-        name: one of PROBLEMS, UNSEEN or FITS.
+        name: one of PROBLEMS, UNSEEN, FURTHER or FITS.
         seed: of weights, training points and held-out points; the test points are the same for all seeds.
         network: one of ``networks.NETWORKS``.
         dtype: of weights, points and losses; errors are measured in float64.
@@ -98,8 +108,7 @@ def problem(
     if name in FITS:
         return _fitted(name, fit(name, seed, size, dtype, points), dtype)
     equation = _ALL[name]
-    widths = [len(equation.low), *(size.width,) * size.depth, 1]
-    model = networks.Network(widths, equation.low, equation.high, seed, dtype)
+    model = equation.build(size, equation.low, equation.high, seed, dtype)
     interior = size.interior if points is None else points
     train = _Points(equation, interior, size.boundary, dtype, (name, seed, "train"))
     held_out = _Points(equation, interior, size.boundary, dtype, (name, seed, "held out"))
@@ -107,7 +116,7 @@ def problem(
 
     @torch.no_grad()
     def solution() -> Tensor:
-        return _values(model, nodes).view(equation.grid)
+        return _first(_values(model, nodes)).reshape(equation.grid)
 
     def part(count: int, generator: torch.Generator) -> Callable[[], Terms]:
         at = train.of_terms
@@ -123,7 +132,7 @@ def problem(
         error=functools.partial(_error, model, *_test(name)),
         held_out=functools.partial(_held_out, equation, model, held_out),
         resample=train.redraw,
-        grid=Grid(equation.names, axes, exact.view(equation.grid), solution),
+        grid=Grid(equation.names, axes, _first(exact).reshape(equation.grid), solution),
         part=part,
     )
 
@@ -163,14 +172,16 @@ class _Points:
         self, equation: Equation, interior: int, boundary: int, dtype: torch.dtype, key: Sequence[object]
     ) -> None:
         self._equation, self._dtype, self._key = equation, dtype, key
-        self._counts = places.counts(interior, boundary, len(equation.terms))
+        self._counts = places.counts(interior, boundary, [term.data for term in equation.terms])
         self.redraw(0)
 
     def redraw(self, key: int) -> None:
         equation = self._equation
         self.of_terms = [
-            places.draw(term.place, count, equation.low, equation.high, (*self._key, key, i), self._dtype)
-            for i, (term, count) in enumerate(zip(equation.terms, self._counts, strict=True))
+            places.draw(
+                term.place, n, equation.low, equation.high, (*self._key, 0 if term.data else key, i), self._dtype
+            )
+            for i, (term, n) in enumerate(zip(equation.terms, self._counts, strict=True))
         ]
         for each in self.of_terms:
             each.requires_grad_()
@@ -205,6 +216,11 @@ def _misfit(model: nn.Module, samples: Samples) -> Terms:
 @torch.no_grad()
 def _held_out_misfit(model: nn.Module, samples: Samples) -> float:
     return float(_misfit(model, samples)[0])
+
+
+def _first(u: Tensor) -> Tensor:
+    """The first of several fields [n, k], for pictures."""
+    return u if u.ndim == 1 else u[:, 0]
 
 
 def _shade(u: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from experiments.common.loop import Advance, Loop, Pace, Progress, Watch
 from experiments.common.packed import path_of
 from experiments.common.settings import given, goes_by_budget
 from experiments.pinn.fits import FITS
+from experiments.pinn.further import FURTHER
 from experiments.pinn.problems import PROBLEMS, Problem
 from experiments.pinn.problems import problem as make_problem
 from experiments.pinn.records import FOLDER, MARKS
@@ -43,7 +44,7 @@ class RunConfig:
     """What a run is.
 
     Attributes:
-        problem: a name of ``PROBLEMS``, ``UNSEEN`` or ``FITS``.
+        problem: a name of ``PROBLEMS``, ``UNSEEN``, ``FURTHER`` or ``FITS``.
         method: a name of ``METHODS``.
         settings: of that method.
         seconds: its budget on the clock of the process.
@@ -85,7 +86,7 @@ def checked(config: RunConfig) -> RunConfig:
     Raises:
         ValueError: a name, a number or a setting that there is not.
     """
-    if config.problem not in (problems := (*PROBLEMS, *UNSEEN, *FITS)):
+    if config.problem not in (problems := (*PROBLEMS, *UNSEEN, *FURTHER, *FITS)):
         raise ValueError(f"There is no problem {config.problem!r}; there are {', '.join(problems)}.")
     if config.method not in METHODS:
         raise ValueError(f"There is no method {config.method!r}; there are {', '.join(METHODS)}.")

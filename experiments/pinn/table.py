@@ -16,6 +16,7 @@ from experiments.common.records import Quantity, Run, ordered
 from experiments.common.table import NONE, all_settings, lowest, seeds
 from experiments.pinn.ablations import CHANGES
 from experiments.pinn.fits import FITS
+from experiments.pinn.further import FURTHER
 from experiments.pinn.problems import PROBLEMS
 from experiments.pinn.records import BEYOND, Group, compared, geometric_mean, middle, only, read_groups
 from experiments.pinn.style import BASE, NAMES
@@ -24,7 +25,7 @@ from experiments.pinn.unseen import UNSEEN
 OURS = "GaussNewtonFlow"
 
 _HEADS = {**NAMES, BASE: OURS, "ksd-krylov": "KSD"}
-_KINDS = {"": PROBLEMS, "unseen equations": UNSEEN, "fits": FITS}
+_KINDS = {"": PROBLEMS, "unseen equations": UNSEEN, "further equations": FURTHER, "fits": FITS}
 _LOSSES: tuple[Quantity, ...] = ("loss", "held_out_loss")
 _TIMES = (15.0, 30.0, 60.0, 150.0, 300.0, 900.0)
 
@@ -34,7 +35,7 @@ _Groups = Mapping[str, Group]
 
 def table(results: Path, columns: Sequence[str] = ()) -> str:
     """Return all tables of a folder; only the columns named, or all methods."""
-    groups = compared(read_groups(results, (*PROBLEMS, *UNSEEN, *FITS), list(NAMES), columns))
+    groups = compared(read_groups(results, (*PROBLEMS, *UNSEEN, *FURTHER, *FITS), list(NAMES), columns))
     found = {
         ", ".join(part for part in (group.network, f"{group.seconds:g} s", kind) if part): some
         for kind, problems in _KINDS.items()

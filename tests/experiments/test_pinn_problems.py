@@ -9,7 +9,9 @@ import pytest
 import torch
 from experiments.pinn import networks, points
 from experiments.pinn.equations import EQUATIONS
-from experiments.pinn.problems import PROBLEMS, Problem, problem
+from experiments.pinn.further import FURTHER
+from experiments.pinn.problems import CHOOSING, PROBLEMS, SHOWN, Problem, problem
+from experiments.pinn.rivals import METHODS
 from experiments.pinn.unseen import UNSEEN
 from torch import Tensor, nn
 
@@ -19,8 +21,9 @@ from krylov_descent.flow.jacobian_rows import write_rows, write_rows_one_by_one
 from krylov_descent.flow.owners import Owners
 from krylov_descent.flow.taps import Taps
 
-ALL = {**EQUATIONS, **UNSEEN}
-CLOSED_FORM = [name for name in ALL if name != "allen-cahn"]
+ALL = {**EQUATIONS, **UNSEEN, **FURTHER}
+CLOSED_FORM = [name for name in ALL if name not in ("allen-cahn", "kdv")]
+COLE_HOPF = ("burgers", "burgers01")
 BOUNDARY = {"3x32": 400, "4x50": 800}
 
 
@@ -37,19 +40,20 @@ def gradient(made: Problem) -> Tensor:
 def test_residuals_vanish_on_the_exact_solution_and_only_there(name: str) -> None:
     equation = ALL[name]
     # Cole and Hopf's formula has √t in it, whose derivative at 0 is infinite; the shock's u_xx is 1e5.
-    low = (*equation.low[:-1], 0.05) if name == "burgers" else equation.low
-    tolerance = 1e-7 if name == "burgers" else 1e-9
+    low = (*equation.low[:-1], 0.05) if name in COLE_HOPF else equation.low
+    tolerance = 1e-7 if name in COLE_HOPF else 1e-9
     for term in equation.terms:
         start = equation.low if term.place is points.at_start else low
         at = points.draw(term.place, 64, start, equation.high, ("test", name), torch.float64).requires_grad_()
         residual = term.residual(equation.exact, at)
-        assert residual.shape == (64,)
+        assert residual.shape in ((64,), (64, equation.exact(at[:1]).shape[-1]))
         assert residual.abs().max() < tolerance
 
         def wrong(at: Tensor) -> Tensor:
-            return equation.exact(at) + 0.1 * torch.sin(1.3 * at + 0.3).sum(1)  # of no period
+            u, change = equation.exact(at), 0.1 * torch.sin(1.3 * at + 0.3).sum(1)  # of no period
+            return u + (change if u.ndim == 1 else change[:, None])
 
-        assert term.residual(wrong, at).abs().max() > 1e-3
+        assert (term.residual(wrong, at).abs().reshape(64, -1).amax(0) > 1e-3).all()
 
 
 @pytest.mark.parametrize("network", ["3x32", "4x50"])
@@ -60,14 +64,17 @@ def test_the_loss_is_the_sum_of_mean_squares_of_terms_of_distinct_lengths(name: 
     assert loss.shape == ()
     torch.testing.assert_close(loss, torch.stack([each.square().mean() for each in z]).sum())
     lengths = [len(each) for each in z]
-    assert all(each.ndim == 1 for each in z)
+    assert all(each.ndim == 1 for each in z) or name in FURTHER
     assert len(set(lengths)) == len(lengths) == len(ALL[name].terms)
     assert lengths[0] == 150
-    assert abs(sum(lengths[1:]) - BOUNDARY[network]) <= 10
+    data = [term.data for term in ALL[name].terms]
+    assert all(n in (None, length) for n, length in zip(data, lengths, strict=True))
+    assert abs(sum(lengths[1:]) - sum(n or 0 for n in data) - BOUNDARY[network]) <= 10
 
 
 def test_equations_that_nothing_was_chosen_on_are_no_part_of_the_study_unless_named() -> None:
     assert not set(UNSEEN) & set(PROBLEMS)
+    assert sorted((*CHOOSING, *SHOWN)) == sorted(ALL)
     with pytest.raises(ValueError, match="klein-gordon"):
         problem("unknown", seed=0)
 
@@ -88,7 +95,8 @@ def test_every_term_calls_the_network_on_points_of_its_own() -> None:
     ("interior", "boundary", "terms"), [(200, 400, 3), (134, 400, 4), (133, 400, 4), (400, 400, 2)]
 )
 def test_counts_differ_whatever_the_interior(interior: int, boundary: int, terms: int) -> None:
-    found = points.counts(interior, boundary, terms)
+    assert points.counts(100, 200, [None, None, 100, 50]) == [100, 200, 101, 50]
+    found = points.counts(interior, boundary, [None] * terms)
     assert found[0] == interior
     assert len(set(found)) == len(found) == terms
     assert abs(sum(found[1:]) - boundary) <= 10
@@ -162,7 +170,7 @@ def test_held_out_points_are_not_training_points() -> None:
     assert torch.cdist(trained.detach(), held_out.detach()).min() > 0
 
 
-@pytest.mark.parametrize("name", PROBLEMS)
+@pytest.mark.parametrize("name", [*PROBLEMS, *FURTHER])
 def test_the_error_is_0_for_the_exact_solution_and_1_for_the_zero_network(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -175,7 +183,7 @@ def test_the_error_is_0_for_the_exact_solution_and_1_for_the_zero_network(
     with_exact_model(made, monkeypatch)
     assert made.error() == 0
     torch.testing.assert_close(made.grid.solution(), made.grid.exact)
-    if name in CLOSED_FORM and name != "burgers":
+    if name in CLOSED_FORM and name not in COLE_HOPF:
         assert made.held_out() < 1e-18
 
 
@@ -192,7 +200,7 @@ def test_the_grid_is_the_domain(name: str) -> None:
         assert grid.exact[0, 0].item() == pytest.approx(2)
 
 
-@pytest.mark.parametrize("name", PROBLEMS)
+@pytest.mark.parametrize("name", [*PROBLEMS, *FURTHER])
 def test_the_closure_works_without_gradients(name: str) -> None:
     made = problem(name, seed=0, points=40)
     loss, z = made.closure()
@@ -208,7 +216,7 @@ def test_the_closure_works_without_gradients(name: str) -> None:
         assert all(torch.allclose(a, b) for a, b in zip(frozen_z, z, strict=True))
 
 
-@pytest.mark.parametrize("name", PROBLEMS)
+@pytest.mark.parametrize("name", [*PROBLEMS, *FURTHER])
 def test_gradients_are_those_of_the_loss(name: str) -> None:
     made = problem(name, seed=0, points=30)
     g = gradient(made)
@@ -283,7 +291,7 @@ def test_what_is_refused(call: Callable[[], Problem], message: str) -> None:
         call()
 
 
-@pytest.mark.parametrize("name", PROBLEMS)
+@pytest.mark.parametrize("name", [*PROBLEMS, *FURTHER])
 def test_rows_of_the_jacobian_can_be_had_together(name: str) -> None:
     made = problem(name, seed=0, points=31)
     params = list(made.model.parameters())
@@ -295,10 +303,44 @@ def test_rows_of_the_jacobian_can_be_had_together(name: str) -> None:
         colours = Owners().learn(taps, z)
         assert colours is not None
         together, one_by_one = ([p.new_empty(len(S), *p.shape) for p in params] for _ in range(2))
-        write_rows(taps, z, colours, S, torch.ones(len(S), dtype=z.dtype), together)
-        write_rows_one_by_one(z, S[-2:], torch.ones(2, dtype=z.dtype), params, [rows[-2:] for rows in one_by_one])
+        u = torch.rand(z[S].shape, dtype=z.dtype, generator=torch.Generator().manual_seed(0))
+        write_rows(taps, z, colours, S, u, together)
+        write_rows_one_by_one(z, S[-2:], u[-2:], params, [rows[-2:] for rows in one_by_one])
         for a, b in zip(together, one_by_one, strict=True):
             torch.testing.assert_close(a[-2:], b[-2:])
+
+
+@pytest.mark.parametrize("name", FURTHER)
+def test_further_equations_run_in_both_precisions_with_new_points_and_with_some(name: str) -> None:
+    single, double = (problem(name, seed=0, points=60, dtype=dtype) for dtype in (torch.float32, torch.float64))
+    assert single.closure()[0].dtype == torch.float32
+    assert single.error() == pytest.approx(double.error(), rel=1e-5)
+    assert single.held_out() == pytest.approx(double.held_out(), rel=1e-3)
+    assert float(single.closure()[0].detach()) == pytest.approx(float(double.closure()[0].detach()), rel=1e-3)
+    assert single.grid.solution().shape == single.grid.exact.shape == ALL[name].grid
+    assert 0.5 < float(single.grid.exact.abs().max()) < 4
+    assert set(double.model.state_dict()) - {"B"} == {key for key, _ in double.model.named_parameters()}
+    before = double.closure()[1]
+    double.resample(1)
+    for term, old, new in zip(ALL[name].terms, before, double.closure()[1], strict=True):
+        assert old.shape == new.shape
+        assert torch.equal(old, new) == (term.data is not None)  # data are what was measured
+    sizes = [len(z) for z in double.part(40, torch.Generator().manual_seed(0))()[1]]
+    assert len(set(sizes)) == len(sizes) == len(before)
+    before_steps = float(single.closure()[0].detach())
+    steps = METHODS["ksd-rational"](single, seed=0)
+    assert all(math.isfinite(next(steps)) for _ in range(3))
+    assert float(single.closure()[0].detach()) < before_steps
+
+
+def test_coefficients_features_and_networks_of_further_equations() -> None:
+    heat, pair, circle = (problem(n, seed=0).model for n in ("heat-inverse", "poisson-inverse", "advection-periodic"))
+    at = torch.rand(5, 2, dtype=torch.float64)
+    assert (heat(at)[:, 1] == 1).all()
+    assert sum(p.numel() for p in heat.parameters()) == 2242
+    assert sum(p.numel() for p in pair.parameters()) == 2 * 2241
+    assert (pair(at)[:, 0] - pair(at)[:, 1]).abs().min() > 1e-3
+    torch.testing.assert_close(circle(at), circle(at + at.new_tensor((2 * math.pi, 0.0))))
 
 
 @pytest.mark.parametrize("method", [KSD, GaussNewtonFlow])

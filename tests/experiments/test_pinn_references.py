@@ -9,9 +9,17 @@ import pytest
 import torch
 from experiments.pinn import references
 from experiments.pinn.equations import EQUATIONS, allen_cahn
+from experiments.pinn.further import FURTHER, kdv
 from experiments.pinn.problems import problem
 from scipy.integrate import solve_ivp
 from torch import Tensor
+
+
+def between(rows: Tensor, s: Tensor) -> Tensor:
+    """To fourth order in s [n], from rows [n, 5] at s = −2 … 2."""
+    weights = [s * (s * s - 1) * (s - 2) / 24, -s * (s - 1) * (s * s - 4) / 6, (s * s - 1) * (s * s - 4) / 4]
+    weights += [-s * (s + 1) * (s * s - 4) / 6, s * (s * s - 1) * (s + 2) / 24]
+    return (rows * torch.stack(weights, 1)).sum(1)
 
 
 def test_the_allen_cahn_solution_satisfies_its_terms() -> None:
@@ -23,12 +31,9 @@ def test_the_allen_cahn_solution_satisfies_its_terms() -> None:
     k = math.pi * torch.arange(1025, dtype=torch.float64)
     coefficients = references.allen_cahn_coefficients()
 
-    def near_half(at: Tensor) -> Tensor:  # u in x, and to fourth order in t around 1/2
+    def near_half(at: Tensor) -> Tensor:
         rows = torch.cos((at[:, :1] + 1) * k) @ coefficients[48:53].T  # t = 0.48 … 0.52
-        s = (at[:, 1] - 0.5) * 100
-        weights = [s * (s * s - 1) * (s - 2) / 24, -s * (s - 1) * (s * s - 4) / 6, (s * s - 1) * (s * s - 4) / 4]
-        weights += [-s * (s + 1) * (s * s - 4) / 6, s * (s * s - 1) * (s + 2) / 24]
-        return (rows * torch.stack(weights, 1)).sum(1)
+        return between(rows, (at[:, 1] - 0.5) * 100)
 
     at = torch.stack([x, torch.full_like(x, 0.5)], 1).requires_grad_()
     assert allen_cahn(near_half, at).abs().max() < 1e-4
@@ -74,16 +79,49 @@ def test_the_allen_cahn_reference_refuses_times_it_does_not_have() -> None:
         references.allen_cahn_coefficients(steps=250)
 
 
-def test_the_burgers_reference_agrees_with_the_trapezoidal_rule() -> None:
+def test_the_kdv_solution_satisfies_its_terms() -> None:
+    equation = FURTHER["kdv"]
+    grid = problem("kdv", seed=0, points=10).grid
+    x = grid.axes[0]
+    torch.testing.assert_close(grid.exact[:, 0], torch.cos(math.pi * x))
+    for power, conserved in ((1, 0.0), (2, 1.0)):
+        assert (torch.trapezoid(grid.exact**power, x, dim=0) - conserved).abs().max() < 1e-8
+    coefficients = references.kdv_coefficients(steps=3000, times=1000)[798:803]  # t = 0.798 … 0.802
+    k = math.pi * torch.arange(coefficients.shape[1], dtype=torch.float64)
+
+    def near(at: Tensor) -> Tensor:
+        phase = (at[:, :1] + 1) * k
+        rows = torch.cos(phase) @ coefficients.real.T - torch.sin(phase) @ coefficients.imag.T
+        return between(rows, (at[:, 1] - 0.8) * 1000)
+
+    at = torch.stack([x, torch.full_like(x, 0.8)], 1).requires_grad_()
+    torch.testing.assert_close(near(at), grid.exact[:, 80], rtol=0, atol=1e-10)
+    assert kdv(near, at).abs().max() < 1e-4
+    with torch.no_grad():
+        assert kdv(near, at).abs().max() < 1e-4
+    ends = torch.tensor([[-1.0, 0.8], [-1.0, 0.7995]], dtype=torch.float64).requires_grad_()
+    assert equation.terms[0].residual is kdv
+    for term in equation.terms[2:]:  # u, u_x and u_xx are periodic
+        assert term.residual(near, ends).abs().max() < 1e-8
+
+
+def test_the_kdv_reference_has_converged() -> None:
+    found, coarser = references.kdv_coefficients(192, 3000), references.kdv_coefficients(256, 1500)
+    assert (found - coarser[:, : found.shape[1]]).abs().max() < 1e-7  # of order 4: then found is 15 times as near
+    with pytest.raises(ValueError, match="multiple of 100"):
+        references.kdv_coefficients(steps=250)
+
+
+@pytest.mark.parametrize("nu", [0.01 / math.pi, 0.01])
+def test_the_burgers_reference_agrees_with_the_trapezoidal_rule(nu: float) -> None:
     x, t = torch.linspace(-1, 1, 33, dtype=torch.float64), torch.tensor([0.0, 1e-3, 0.1, 0.35, 0.7, 1.0])
     at = torch.cartesian_prod(x, t.double())
-    nu = 0.01 / math.pi
     eta = torch.linspace(-14, 14, 2001, dtype=torch.float64)  # the integrand is largest as far out as 10
     y = at[:, :1] - torch.sqrt(4 * nu * at[:, 1:]) * eta
     mass = torch.exp(-eta.square() - (torch.cos(math.pi * y) - 1) / (2 * math.pi * nu) - 100)
     expected = -(torch.sin(math.pi * y) * mass).sum(1) / mass.sum(1)
-    found = references.burgers(at)
+    found = references.burgers(at, viscosity=nu)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
-    torch.testing.assert_close(found, references.burgers(at, order=200), rtol=0, atol=1e-12)
+    torch.testing.assert_close(found, references.burgers(at, order=200, viscosity=nu), rtol=0, atol=1e-12)
     torch.testing.assert_close(found.view(33, 6)[:, 0], -torch.sin(math.pi * x))
     assert references.burgers(torch.tensor([[0.01, 1.0]])).item() < -0.5  # the shock
