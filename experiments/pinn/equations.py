@@ -67,8 +67,13 @@ def derivatives_of_fields(
     gradients, twice = list[Tensor](), list[list[Tensor]]()
     with torch.enable_grad():
         at = points if points.requires_grad else points.detach().requires_grad_()
-        value = u(at)
-        for field, columns in zip((value,) if value.ndim == 1 else value.unbind(1), second, strict=False):
+        if isinstance(u, networks.Several):  # columns of one tensor would each be differentiated through all networks
+            fields = u.fields(at)
+            value = torch.stack(fields, 1)
+        else:
+            value = u(at)
+            fields = [value] if value.ndim == 1 else list(value.unbind(1))
+        for field, columns in zip(fields, second, strict=False):
             slope = functools.partial(torch.autograd.grad, inputs=at, retain_graph=True)
             (first,) = slope(field.sum(), create_graph=outside or bool(columns))
             twice.append([slope(first[:, c].sum(), create_graph=outside)[0][:, c] for c in columns])

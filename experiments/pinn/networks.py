@@ -106,9 +106,13 @@ class Several(nn.Module):
         self.coefficients = nn.ParameterList(torch.tensor(each, dtype=dtype) for each in coefficients)
 
     def forward(self, points: Tensor) -> Tensor:
-        """The fields, networks first."""
+        """All fields [n, k]."""
+        return torch.stack(self.fields(points), 1)
+
+    def fields(self, points: Tensor) -> list[Tensor]:
+        """Each field [n], networks first."""
         fields = [network(points) for network in self.networks]
-        return torch.stack([*fields, *(each.expand(len(points)) for each in self.coefficients)], 1)
+        return [*fields, *(each.expand(len(points)) for each in self.coefficients)]
 
 
 class Periodic(nn.Module):
