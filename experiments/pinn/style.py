@@ -18,6 +18,7 @@ NAMES: Mapping[str, str] = {
     "bfgs": "BFGS",
     "ssbroyden": "SSBroyden",
     "nncg": "NNCG",
+    "dsgnar": "DSGNAR",
     "adam-lbfgs": "Adam, L-BFGS",
     "soap": "SOAP",
 }

@@ -12,6 +12,16 @@ import pytest
 import torch
 from experiments.pinn.rivals import GRIDS, METHODS
 from experiments.pinn.rivals.damped import DampedSystem, best_halving, gram
+from experiments.pinn.rivals.doubly_sketched import (
+    Model,
+    Tried,
+    cosines,
+    count_sketch,
+    crossing,
+    dsgnar,
+    longest,
+    rising,
+)
 from experiments.pinn.rivals.least_squares import ALL, LeastSquares, in_turn
 from experiments.pinn.rivals.levenberg_marquardt import levenberg_marquardt
 from experiments.pinn.rivals.natural import engd, projected_increment, spring
@@ -80,6 +90,7 @@ QUICK: dict[str, tuple[dict[str, Any], int, float]] = {
     "engd": ({"damping": 1e-4}, 12, 0.001),
     "spring": ({"damping": 1e-4, "rows": 30}, 20, 0.01),
     "nncg": ({"adam_steps": 40, "lbfgs_iterations": 20, "rank": 20}, 12, 0.01),
+    "dsgnar": ({"rows": 60, "columns": 40, "target": 0.2, "probes": 8}, 25, 0.1),
 }
 
 
@@ -107,7 +118,7 @@ def test_a_loss_that_is_nan_ends_it_as_nan(name: str) -> None:
     assert math.isnan(losses[0])
 
 
-@pytest.mark.parametrize("name", ["lm", "engd", "spring", "bfgs", "ssbroyden", "nncg", "adam-lbfgs"])
+@pytest.mark.parametrize("name", ["lm", "engd", "spring", "bfgs", "ssbroyden", "nncg", "adam-lbfgs", "dsgnar"])
 def test_it_ends_where_no_progress_is_left(name: str) -> None:
     """A linear model: the minimum is reached, and then the generator returns."""
     torch.manual_seed(0)
@@ -127,7 +138,7 @@ def test_it_ends_where_no_progress_is_left(name: str) -> None:
     assert closure()[0].item() == pytest.approx(best, rel=1e-9)
 
 
-@pytest.mark.parametrize("name", ["lm", "engd", "spring", "bfgs", "ssbroyden", "nncg", "adam-lbfgs"])
+@pytest.mark.parametrize("name", ["lm", "engd", "spring", "bfgs", "ssbroyden", "nncg", "adam-lbfgs", "dsgnar"])
 def test_after_new_points_it_goes_by_their_loss(name: str) -> None:
     """Residuals become ten times as large: by the loss of before, no step would be a descent."""
     plain = small()
@@ -341,3 +352,92 @@ def test_the_nystrom_approximation_of_an_indefinite_matrix_is_positive() -> None
     approximation = nystrom(lambda v: A @ v, 30, 8, torch.Generator().manual_seed(0), F64)
     assert float(approximation.values.min()) >= 0
     assert bool(approximation.U.isfinite().all())
+
+
+@pytest.mark.parametrize("target", [0.3, 0.9])
+def test_an_unsketched_step_of_dsgnar_is_the_dense_damped_one_of_that_gain(target: float) -> None:
+    problem = small()
+    squares = LeastSquares(problem)
+    J, rho = squares.rows(ALL)
+    theta, before = squares.point(), squares.value()
+    after = next(dsgnar(problem, seed=0, target=target, probes=100, window=100.0))
+    step = squares.point() - theta
+    radius = float(step.norm())
+    g, H = J.T @ rho, J.T @ J
+    low, high = 1e-12, 1e6
+    for _ in range(200):
+        damping = math.sqrt(low * high)
+        dense = -torch.linalg.solve(H + damping * torch.eye(len(theta), dtype=F64), g)
+        low, high = (damping, high) if float(dense.norm()) > radius else (low, damping)
+    torch.testing.assert_close(step, dense, rtol=1e-6, atol=1e-8)
+    predicted = -float(g @ dense + 0.5 * dense @ H @ dense)
+    assert (before - after) / predicted == pytest.approx(target, abs=0.01)
+
+
+def test_a_sketched_step_of_dsgnar_stays_in_the_columns_of_its_sketch() -> None:
+    problem = small()
+    squares = LeastSquares(problem)
+    J, rho = squares.rows(ALL)
+    theta = squares.point()
+    next(dsgnar(problem, seed=3, rows=50, columns=20))
+    step = squares.point() - theta
+    generator = torch.Generator().manual_seed(3)
+    S = count_sketch(50, len(rho), 4, generator, rho).to_dense()
+    Omega = cosines(len(theta), 20, generator, rho)
+    torch.testing.assert_close(Omega @ (Omega.T @ step), step)
+    B, r, p = S @ J @ Omega, S @ rho, Omega.T @ step
+    gradient = B.T @ (B @ p + r)
+    torch.testing.assert_close(gradient, -float(-gradient @ p / (p @ p)) * p)  # = −λp
+
+
+@pytest.mark.parametrize("shape", [(40, 15), (15, 15), (15, 40)])
+def test_the_model_of_dsgnar_is_that_of_dense_algebra(shape: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    B, rho = torch.randn(*shape, dtype=F64), torch.randn(shape[0], dtype=F64)
+    model = Model.of(B, rho)
+    p = model.step(0.3)
+    torch.testing.assert_close(p, -torch.linalg.solve(B.T @ B + 0.3 * torch.eye(shape[1], dtype=F64), B.T @ rho))
+    assert model.decrease(0.3) == pytest.approx(0.5 * float(rho @ rho - (B @ p + rho).square().sum()))
+    assert model.damping(float(p.norm())) == pytest.approx(0.3, rel=1e-6)
+    assert model.damping(1e6) == 0.0  # no step is that long
+    assert model.damping(1e-9) == pytest.approx(1e9 * float((B.T @ rho).norm()), rel=1e-6)
+
+
+def test_the_sketches_of_dsgnar_keep_lengths() -> None:
+    generator, like = torch.Generator().manual_seed(0), torch.zeros(1, dtype=F64)
+    Omega = cosines(30, 30, generator, like)
+    torch.testing.assert_close(Omega.T @ Omega, torch.eye(30, dtype=F64))
+    S = torch.stack([count_sketch(20, 60, 4, generator, like).to_dense() for _ in range(1000)])
+    torch.testing.assert_close((S.mT @ S).mean(0), torch.eye(60, dtype=F64), rtol=0.0, atol=0.12)  # so on average
+
+
+def test_dsgnar_takes_the_longest_step_of_the_gain() -> None:
+    tried: list[float] = []
+
+    def step(length: float) -> Tried:
+        tried.append(length)
+        return Tried(1 - length if length < 0.95 else 1.0, 0.0, 0.0, torch.zeros(1))  # it falls, and is 1 again
+
+    lengths = [0.1 * 1.1**i for i in range(30)]
+    length, found = longest(step, lengths, 0.4)
+    assert length == pytest.approx(0.6, rel=1e-3)
+    assert found.gain == pytest.approx(0.4, abs=1e-3)
+    assert max(tried) < 0.8  # longer ones are not looked at
+    assert longest(step, lengths[:5], 0.4)[0] == lengths[4]
+    assert longest(step, lengths[:5], 0.95)[0] == lengths[0]
+
+
+@pytest.mark.parametrize("i", [1, 2, 3])
+def test_the_crossing_is_that_of_the_monotone_cubic(i: int) -> None:
+    interpolate = pytest.importorskip("scipy.interpolate")
+    values = [0.9, 0.7, 0.2, 0.1]
+    cubic = interpolate.PchipInterpolator(range(4), values)
+    target = float(cubic(i - 0.4))
+    assert crossing(values, i, target) == pytest.approx(0.6, abs=1e-3)
+
+
+def test_dsgnar_sees_that_the_damping_rises() -> None:
+    noise = [1.1 ** ((7 * i) % 5) for i in range(30)]
+    assert rising([x * 1.2**i for i, x in enumerate(noise)])
+    assert not rising([x * 1.2**-i for i, x in enumerate(noise)])
+    assert not rising([1.0] * 30)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from experiments.pinn.rivals.doubly_sketched import dsgnar
 from experiments.pinn.rivals.first_order import adam_lbfgs, soap
 from experiments.pinn.rivals.least_squares import Trainable
 from experiments.pinn.rivals.levenberg_marquardt import levenberg_marquardt
@@ -34,6 +35,7 @@ METHODS: Mapping[str, Method] = {
     "engd": engd,
     "spring": spring,
     "nncg": nncg,
+    "dsgnar": dsgnar,
 }
 
 #: Settings to tune: every combination in each grid of a method; the flow runs with its defaults. What was
@@ -52,4 +54,8 @@ GRIDS: Mapping[str, Sequence[Mapping[str, Sequence[Any]]]] = {
         {"damping": (1e-2,), "rows": (500,), "lr": (0.15,), "momentum": (0.98,)},
     ],
     "nncg": [{"damping": (1e-5, 1e-3), "lbfgs_iterations": (50, 300), "cg_iterations": (100,)}],
+    "dsgnar": [
+        {"rows": (500,), "columns": (500,), "target": (0.075, 0.15, 0.3), "probes": (8,), "hashes": (0,)},
+        {"rows": (1000,), "columns": (500,), "target": (0.15,), "probes": (8,), "hashes": (0, 4)},
+    ],
 }
