@@ -76,9 +76,9 @@ class Taps:
         if func is F.linear:
             x, W, b, _ = linear_call(*args, **kwargs)
             if self._tapped(x, W, b):
-                return self.linear(x, W, b, Use(self._number(W), self._number(b), False))
+                return self.product(x, W, b, Use(self._number(W), self._number(b), False))
         elif func in _MATMUL and not kwargs and id(args[1]) in self._index and self._tapped(*args):
-            return self.turned(args[0], args[1], Use(self._number(args[1]), None, True))
+            return self.product(args[0], args[1], None, Use(self._number(args[1]), None, True))
         elif func is torch.autograd.grad:  # derivatives by points need none by weights
             inputs = args[1] if len(args) > 1 else kwargs["inputs"]
             by = (inputs,) if isinstance(inputs, Tensor) else inputs
@@ -92,15 +92,12 @@ class Taps:
         trained = W.requires_grad or (b is not None and id(b) in self._index)
         return trained and not torch._C._functorch.is_functorch_wrapped_tensor(W)
 
-    def linear(self, x: Tensor, W: Tensor, b: Tensor | None, use: Use) -> Tensor:
-        """Return xWᵀ + b, tapped."""
+    def product(self, x: Tensor, W: Tensor, b: Tensor | None, use: Use) -> Tensor:
+        """Return xWᵀ + b, or xW in a turned use; tapped if it gets a graph."""
+        if not torch.is_grad_enabled():
+            return _product(x, W, b, use.turned, _dtype(x))
         self.uses.append(use)
-        return _Linear.apply(x, W, b, self._probe, self, len(self.uses) - 1, _dtype(x))  # type: ignore[no-any-return, no-untyped-call]
-
-    def turned(self, x: Tensor, W: Tensor, use: Use) -> Tensor:
-        """Return xW, tapped."""
-        self.uses.append(use)
-        return _Turned.apply(x, W, self._probe, self, len(self.uses) - 1, _dtype(x))  # type: ignore[no-any-return, no-untyped-call]
+        return _Product.apply(x, W, b, self._probe, self, len(self.uses) - 1, _dtype(x))  # type: ignore[no-any-return, no-untyped-call]
 
     def _number(self, W: Tensor | None) -> int | None:
         """Return the number of a weight or bias, given now if it is computed from parameters."""
@@ -166,14 +163,19 @@ class _Mode(TorchFunctionMode):
         return self._taps.call(func, args, kwargs or {})
 
 
-class _Linear(torch.autograd.Function):
-    """y = xWᵀ + b."""
+def _product(x: Tensor, W: Tensor, b: Tensor | None, turned: bool, dtype: torch.dtype) -> Tensor:
+    W = W.to(dtype)
+    return F.linear(x.to(dtype), W.T if turned else W, None if b is None else b.to(dtype))
+
+
+class _Product(torch.autograd.Function):
+    """y = xWᵀ + b, or y = xW in a turned use."""
 
     @staticmethod
     def forward(
         x: Tensor, W: Tensor, b: Tensor | None, probe: Tensor, taps: Taps, use: int, dtype: torch.dtype
     ) -> Tensor:
-        return F.linear(x.to(dtype), W.to(dtype), None if b is None else b.to(dtype))
+        return _product(x, W, b, taps.uses[use].turned, dtype)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
@@ -186,70 +188,27 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, d: Tensor) -> Any:
         (x, W, _), taps = ctx.saved_tensors, ctx.taps
-        dx = dW = db = None
+        use, dx, dW, db = taps.uses[ctx.use], None, None, None
+        if ctx.needs_input_grad[0]:
+            dx = taps.product(d, W, None, Use(use.weight, None, not use.turned)).to(x.dtype)
         if taps._left is not None:
             taps._left.append((ctx.use, d, x))
-            if ctx.needs_input_grad[0]:
-                dx = (d @ W.to(d.dtype)).to(x.dtype)
-            return dx, None, None, None, None, None, None
-        if ctx.needs_input_grad[0]:
-            use = Use(taps.uses[ctx.use].weight, None, True)
-            dx = (taps.turned(d, W, use) if torch.is_grad_enabled() else d @ W.to(d.dtype)).to(x.dtype)
-        if taps._of_weights:
-            flat = d.reshape(-1, d.shape[-1])
+        elif taps._of_weights:
+            delta, a = d.reshape(-1, d.shape[-1]), x.reshape(-1, x.shape[-1]).to(d.dtype)
             if ctx.needs_input_grad[1]:
-                dW = (flat.T @ x.reshape(-1, x.shape[-1]).to(d.dtype)).to(W.dtype)
+                dW = (a.T @ delta if use.turned else delta.T @ a).to(W.dtype)
             if ctx.needs_input_grad[2]:
-                db = flat.sum(0).to(ctx.bias)
+                db = delta.sum(0).to(ctx.bias)
         return dx, dW, db, None, None, None, None
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, x: Tensor, *given: Any) -> tuple[Tensor, int]:
-        return _Linear.apply(_front(x, in_dims), *given), 0  # type: ignore[no-untyped-call]
+        return _Product.apply(_front(x, in_dims), *given), 0  # type: ignore[no-untyped-call]
 
     @staticmethod
     def jvp(ctx: Any, dx: Tensor, *of_others: Any) -> Tensor:
-        _, W = ctx.saved_tensors
-        return ctx.taps.linear(dx, W, None, Use(ctx.taps.uses[ctx.use].weight, None, False))  # type: ignore[no-any-return]
-
-
-class _Turned(torch.autograd.Function):
-    """y = xW."""
-
-    @staticmethod
-    def forward(x: Tensor, W: Tensor, probe: Tensor, taps: Taps, use: int, dtype: torch.dtype) -> Tensor:
-        return x.to(dtype) @ W.to(dtype)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
-        x, W, probe, ctx.taps, ctx.use, _ = inputs
-        ctx.save_for_backward(x, W, probe)
-        ctx.save_for_forward(x, W)
-
-    @staticmethod
-    def backward(ctx: Any, d: Tensor) -> Any:
-        (x, W, _), taps = ctx.saved_tensors, ctx.taps
-        dx = dW = None
-        if taps._left is not None:
-            taps._left.append((ctx.use, d, x))
-            if ctx.needs_input_grad[0]:
-                dx = (d @ W.T.to(d.dtype)).to(x.dtype)
-            return dx, None, None, None, None, None
-        if ctx.needs_input_grad[0]:
-            use = Use(taps.uses[ctx.use].weight, None, False)
-            dx = (taps.linear(d, W, None, use) if torch.is_grad_enabled() else d @ W.T.to(d.dtype)).to(x.dtype)
-        if taps._of_weights and ctx.needs_input_grad[1]:
-            dW = (x.reshape(-1, x.shape[-1]).T.to(d.dtype) @ d.reshape(-1, d.shape[-1])).to(W.dtype)
-        return dx, dW, None, None, None, None
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, x: Tensor, *given: Any) -> tuple[Tensor, int]:
-        return _Turned.apply(_front(x, in_dims), *given), 0  # type: ignore[no-untyped-call]
-
-    @staticmethod
-    def jvp(ctx: Any, dx: Tensor, *of_others: Any) -> Tensor:
-        _, W = ctx.saved_tensors
-        return ctx.taps.turned(dx, W, Use(ctx.taps.uses[ctx.use].weight, None, True))  # type: ignore[no-any-return]
+        (_, W), use = ctx.saved_tensors, ctx.taps.uses[ctx.use]
+        return ctx.taps.product(dx, W, None, Use(use.weight, None, use.turned))  # type: ignore[no-any-return]
 
 
 def _front(x: Tensor, in_dims: Sequence[Any]) -> Tensor:
