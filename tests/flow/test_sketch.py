@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
 from krylov_descent import KSD, GaussNewtonFlow, Subsets
@@ -298,6 +299,13 @@ def transformed(how: str) -> tuple[nn.Module, Closure]:
         elif how == "functional":
             params: dict[str, Tensor] = dict(model.named_parameters())
             r = torch.func.vmap(lambda p: torch.func.functional_call(model, params, p)[0])(x) - 1
+        elif how == "jvp by weights":
+            params = dict(model.named_parameters())
+            r = torch.func.jvp(lambda p: torch.func.functional_call(model, p, x), (params,), (params,))[1] - 1
+        elif how == "dual weights":
+            with forward_ad.dual_level():
+                params = {name: forward_ad.make_dual(p, p.cos()) for name, p in model.named_parameters()}
+                r = forward_ad.unpack_dual(torch.func.functional_call(model, params, x)).tangent - 1
         else:
             twice = torch.func.hessian(u) if how == "hessian" else torch.func.jacrev(torch.func.grad(u))
             r = torch.func.vmap(twice)(x).diagonal(dim1=1, dim2=2).sum(1) - torch.func.vmap(u)(x)
@@ -347,6 +355,7 @@ def all_at_once(objective: Objective) -> bool:
         (plain, True),
         (penalised, True),
         *((lambda how=how: transformed(how), True) for how in ("jvp", "functional", "hessian", "jacrev")),
+        *((lambda how=how: transformed(how), False) for how in ("jvp by weights", "dual weights")),
         (classifier, True),
         (sequence, True),
         (scaled, True),

@@ -179,14 +179,17 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
-        x, W, b, probe, ctx.taps, ctx.use, dtype = inputs
+        x, W, b, probe, ctx.taps, ctx.use, ctx.dtype = inputs
         ctx.save_for_backward(x, W, probe)
         ctx.save_for_forward(x, W)
+        ctx.set_materialize_grads(False)
         ctx.bias = None if b is None else b.dtype
-        ctx.taps.eps = max(ctx.taps.eps, torch.finfo(dtype).eps)
+        ctx.taps.eps = max(ctx.taps.eps, torch.finfo(ctx.dtype).eps)
 
     @staticmethod
-    def backward(ctx: Any, d: Tensor) -> Any:
+    def backward(ctx: Any, d: Tensor | None) -> Any:
+        if d is None:
+            return (None,) * 7
         (x, W, _), taps = ctx.saved_tensors, ctx.taps
         use, dx, dW, db = taps.uses[ctx.use], None, None, None
         if ctx.needs_input_grad[0]:
@@ -206,9 +209,14 @@ class _Product(torch.autograd.Function):
         return _Product.apply(_front(x, in_dims), *given), 0  # type: ignore[no-untyped-call]
 
     @staticmethod
-    def jvp(ctx: Any, dx: Tensor, *of_others: Any) -> Tensor:
-        (_, W), use = ctx.saved_tensors, ctx.taps.uses[ctx.use]
-        return ctx.taps.product(dx, W, None, Use(use.weight, None, use.turned))  # type: ignore[no-any-return]
+    def jvp(ctx: Any, dx: Tensor | None, dW: Tensor | None, db: Tensor | None, *of_others: Any) -> Tensor:
+        (x, W), use = ctx.saved_tensors, ctx.taps.uses[ctx.use]
+        terms = [] if dx is None else [ctx.taps.product(dx, W, None, Use(use.weight, None, use.turned))]
+        if dW is not None:
+            terms.append(_product(x, dW, None, use.turned, ctx.dtype))
+        if db is not None:
+            terms.append(db.to(ctx.dtype))
+        return sum(terms[1:], terms[0])
 
 
 def _front(x: Tensor, in_dims: Sequence[Any]) -> Tensor:
