@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
 from typing import Any
@@ -303,9 +304,10 @@ def transformed(how: str) -> tuple[nn.Module, Closure]:
             params = dict(model.named_parameters())
             r = torch.func.jvp(lambda p: torch.func.functional_call(model, p, x), (params,), (params,))[1] - 1
         elif how == "dual weights":
+            dual: Callable[..., Tensor] = forward_ad.make_dual
             with forward_ad.dual_level():
-                params = {name: forward_ad.make_dual(p, p.cos()) for name, p in model.named_parameters()}
-                r = forward_ad.unpack_dual(torch.func.functional_call(model, params, x)).tangent - 1
+                params = {name: dual(p, p.cos()) for name, p in model.named_parameters()}
+                r = forward_ad.unpack_dual(torch.func.functional_call(model, params, x)).tangent - 1  # type: ignore[no-untyped-call]
         else:
             twice = torch.func.hessian(u) if how == "hessian" else torch.func.jacrev(torch.func.grad(u))
             r = torch.func.vmap(twice)(x).diagonal(dim1=1, dim2=2).sum(1) - torch.func.vmap(u)(x)
@@ -468,18 +470,34 @@ def test_the_graph_of_the_gradient_serves_until_the_parameters_move() -> None:
         assert graph.take() is None
 
 
-def test_a_note_names_the_operation_that_is_slow() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv1d(1, 20, 3), nn.Tanh(), nn.Flatten(), nn.Linear(120, 1)).double()
-    x = torch.randn(30, 1, 8, dtype=F64)
+class Recurrent(nn.Module):
+    """A recurrent layer, a linear layer written x @ W.T, and one that is also used otherwise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.W = nn.LSTM(1, 6, batch_first=True), nn.Linear(6, 6), nn.Parameter(torch.eye(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        z: Tensor = self.first(x)[0][:, -1]
+        z = self.second(torch.tanh(z @ self.W.T))
+        return z * self.second.weight.sum()
+
+    @classmethod
+    def operations(cls) -> str:
+        line = inspect.getsourcelines(cls.forward)[1]
+        return ", ".join(f"{name} (test_sketch.py:{line + n})" for name, n in (("T", 2), ("lstm", 1), ("sum", 3)))
+
+
+def test_a_note_names_the_operations_that_are_slow_and_their_lines() -> None:
+    model, x = Recurrent().double(), torch.randn(30, 4, 1, dtype=F64)
 
     def closure() -> tuple[Tensor, Tensor]:
         r = model(x) - 1
         return r.square().mean(), r
 
-    assert (
-        "used by Convolution," in Sketcher(20).draw(objective_of(model, closure), [Microbatch(None, None)], (0,)).note
-    )
+    optimizer = GaussNewtonFlow(model.parameters(), rows=20)
+    assert any(f"are used by {Recurrent.operations()}, which" in note for note in optimizer.step(closure).notes)
 
 
 def test_some_rows_where_a_term_has_no_points() -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from krylov_descent.checking.finding import Finding, bytes_in_words, split_remedy
 from krylov_descent.checking.problem import Curvature, Names, Problem
-from krylov_descent.flow.sketch import ROWS, Sketcher, against_flow, sketch_bytes
+from krylov_descent.flow.sketch import ROWS, Sketch, Sketcher, against_flow, sketch_bytes
 from krylov_descent.objective.drop_in import irregular
 
 _FEW = 20  # rows drawn for a test of the sketch
@@ -31,17 +31,18 @@ def choice(problem: Problem) -> Iterator[Finding]:
         )
         return
     numel, dtype = problem.parameters.numel, problem.parameters.dtype
-    why = unfit(problem) or against_flow(numel, dtype, problem.room) or _unusable(problem)
-    if why is not None:
-        yield Finding("method", "ok", f"KSD: {why}")
+    found = unfit(problem) or against_flow(numel, dtype, problem.room) or _sketch(problem)
+    if isinstance(found, str):
+        yield Finding("method", "ok", f"KSD: {found}")
         return
+    slow = f"; {found.slow:.0%} of its rows take a backward pass each, which is slow: {found.why}" if found.slow else ""
     problem.flow = True
     yield Finding(
         "method",
         "ok",
         "GaussNewtonFlow: the loss is a mean of squares, every step sees all residuals, and "
         f"{bytes_in_words(sketch_bytes(ROWS, numel, dtype))} hold a sketch of them; on physics-informed "
-        "networks, its many cheap steps along the Gauss–Newton flow end lower; a trial (try_seconds) tells here",
+        f"networks, its many cheap steps along the Gauss–Newton flow end lower; a trial (try_seconds) tells here{slow}",
         "GaussNewtonFlow(model.parameters()). Where the loss on other points is far above this one, as at sharp "
         "fronts, draw new points every few steps, or take KSD.",
     )
@@ -85,15 +86,15 @@ def _derivatives(terms: Sequence[Tensor], outputs: Sequence[Tensor]) -> list[Ten
     return list(torch.autograd.grad(total, outputs, create_graph=True, allow_unused=True, materialize_grads=True))
 
 
-def _unusable(problem: Problem) -> str | None:
-    """Return a reason against the flow from a sketch of a few rows, or None."""
+def _sketch(problem: Problem) -> Sketch | str:
+    """Return a sketch of a few rows, or the reason against the flow that it gives."""
     try:
-        slow = Sketcher(_FEW).draw(problem.objective, [problem.batch], (0,)).slow
+        sketch = Sketcher(_FEW).draw(problem.objective, [problem.batch], (0,))
     except ValueError as error:
         return split_remedy(str(error))[0].rstrip(".")
-    if slow <= _MOSTLY:
-        return None
-    return "most rows of the sketch of GaussNewtonFlow would take a backward pass each here, which is slow"
+    if sketch.slow <= _MOSTLY:
+        return sketch
+    return f"most rows of GaussNewtonFlow's sketch would take a backward pass each here, which is slow: {sketch.why}"
 
 
 def flow_line(names: Names) -> str:

@@ -100,6 +100,7 @@ class Sketch:
         change: returns uᵀ(z − z₀) [m], the change of the outputs from the sketch to the current parameters.
         note: a note for the report, or "".
         slow: the fraction of this rank's rows that took a backward pass each.
+        why: the reason why they did.
     """
 
     J: Tensor
@@ -108,6 +109,7 @@ class Sketch:
     change: Callable[[], Tensor]
     note: str = ""
     slow: float = 0.0
+    why: str = ""
 
 
 class Sketcher:
@@ -175,12 +177,13 @@ class Sketcher:
         for part in parts:
             part.J = none[None][:0]  # free the rows
         operations = ", ".join(sorted(of_batches.operations))
-        note = _SLOW.format(_USED.format(operations) if operations else _OTHERWISE) if slow else ""
+        why = _USED.format(operations) if operations else _OTHERWISE
+        note = _SLOW.format(why) if slow else ""
         few = m < self.rows / 4 and not whole
         if (few or m > 2 * self.rows) and not of_batches.told_size:
             of_batches.told_size = True
             note = f"{note} {(_FEW if few else _MANY).format(m, self.rows)}".strip()
-        return Sketch(J, gathered(rho), whole, change, note, one_by_one)
+        return Sketch(J, gathered(rho), whole, change, note, one_by_one, why)
 
 
 def finite_rows(sketch: Sketch, comm: Comm) -> Sketch:

@@ -6,6 +6,8 @@ leaves δ [R, out] and a [R, in] with ∂/∂W = Σᵣ δᵣaᵣᵀ; R counts sa
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +23,7 @@ from krylov_descent.layers.calls import linear_call
 
 _T = torch.Tensor
 _MATMUL = {torch.matmul, _T.matmul, _T.__matmul__, torch.mm, _T.mm}
+_INSIDE = tuple(os.path.join(os.path.dirname(file), "") for file in (torch.__file__, os.path.dirname(__file__)))
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,7 @@ class Taps:
         self.uses: list[Use] = []
         self.eps = 0.0
         self._index = {id(p): i for i, p in enumerate(params)}
+        self._beside: dict[int, set[str]] = {}  # by the id of a parameter, where it is used beside the taps
         self._probe = torch.zeros((), dtype=params[0].dtype, device=params[0].device, requires_grad=True)
         self._left: list[tuple[int, Tensor, Tensor]] | None = None
         self._of_weights = True  # whether backward passes compute gradients of weights
@@ -84,7 +88,19 @@ class Taps:
             by = (inputs,) if isinstance(inputs, Tensor) else inputs
             with self._computing(any(id(x) in self._index for x in by)):
                 return func(*args, **kwargs)
-        return func(*args, **kwargs)
+        y = func(*args, **kwargs)
+        self._note(func, (*args, *kwargs.values()), y)
+        return y
+
+    def _note(self, func: Callable[..., Any], given: Sequence[Any], y: Any) -> None:
+        """Note the line of an operation on parameters that is not tapped."""
+        flat = [x for part in given for x in (part if isinstance(part, (list, tuple)) else (part,))]
+        used = [id(x) for x in flat if id(x) in self._index]
+        if used and getattr(y[0] if isinstance(y, (list, tuple)) and y else y, "grad_fn", None) is not None:
+            name = getattr(func, "__name__", "a function")
+            name = func.__self__.__name__ if name == "__get__" else name  # type: ignore[attr-defined]
+            for i in used:
+                self._beside.setdefault(i, set()).add(name.strip("_") + _line())
 
     def _tapped(self, x: Tensor, W: Tensor, b: Tensor | None = None) -> bool:
         if W.ndim != 2 or is_sharded(W) or is_sharded(x) or is_sharded(b):
@@ -130,19 +146,28 @@ class Taps:
         return left
 
     def elsewhere(self, z: Tensor) -> set[str]:
-        """Return the names of the operations behind z that use parameters beside the taps, such as "Convolution"."""
-        found, seen, stack = set(), set(), [z.grad_fn]
-        tapped = {id(self.weights[i]) for use in self.uses for i in (use.weight, use.bias) if i is not None}
+        """Return the operations behind z that use parameters beside the taps, such as "lstm (model.py:31)"."""
+        found, seen, stack = set[str](), set(), [z.grad_fn]
         while stack:
             node = stack.pop()
-            for after, _ in () if node is None else node.next_functions:
+            name = type(node).__name__.rstrip("0123456789").removesuffix("Backward").strip("_")
+            edges = () if node is None else node.next_functions
+            for after, _ in edges[:1] if name.startswith("Product") else edges:  # of a tapped use, its input
                 leaf = getattr(after, "variable", None)
-                if leaf is not None and id(leaf) in self._index and id(leaf) not in tapped:
-                    found.add(type(node).__name__.rstrip("0123456789").removesuffix("Backward"))
+                if leaf is not None and id(leaf) in self._index:
+                    found |= self._beside.get(id(leaf), {name})
                 if after not in seen:
                     seen.add(after)
                     stack.append(after)
         return found
+
+
+def _line() -> str:
+    """Return the innermost line outside of torch and this package, as " (model.py:31)"; "" if there is none."""
+    frame = sys._getframe()
+    while frame is not None and frame.f_code.co_filename.startswith(_INSIDE):
+        frame = frame.f_back  # type: ignore[assignment]
+    return "" if frame is None else f" ({os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno})"
 
 
 def _dtype(x: Tensor) -> torch.dtype:
@@ -211,7 +236,7 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, dx: Tensor | None, dW: Tensor | None, db: Tensor | None, *of_others: Any) -> Tensor:
         (x, W), use = ctx.saved_tensors, ctx.taps.uses[ctx.use]
-        terms = [] if dx is None else [ctx.taps.product(dx, W, None, Use(use.weight, None, use.turned))]
+        terms: list[Tensor] = [] if dx is None else [ctx.taps.product(dx, W, None, Use(use.weight, None, use.turned))]
         if dW is not None:
             terms.append(_product(x, dW, None, use.turned, ctx.dtype))
         if db is not None:
