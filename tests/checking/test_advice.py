@@ -136,7 +136,7 @@ def test_it_is_for_least_squares(loss: Callable[[Tensor, Tensor], Tensor], dtype
 
 def test_rows_that_take_a_backward_pass_each() -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv1d(1, 3, 3), nn.Tanh(), nn.Flatten(), nn.Linear(18, 1)).double()
+    model = nn.Sequential(nn.ConvTranspose1d(1, 3, 3), nn.Tanh(), nn.Flatten(), nn.Linear(30, 1)).double()
     x = torch.randn(20, 1, 8, dtype=F64)
 
     def closure() -> tuple[Tensor, Tensor]:
@@ -145,10 +145,10 @@ def test_rows_that_take_a_backward_pass_each() -> None:
 
     # Few numbers outside of linear layers have columns of their own; more do not.
     assert advice(check(closure, model)).startswith("GaussNewtonFlow: ")
-    model[0] = nn.Conv1d(1, 20, 3).double()
-    model[3] = nn.Linear(120, 1).double()
+    model[0] = nn.ConvTranspose1d(1, 20, 3).double()
+    model[3] = nn.Linear(200, 1).double()
     told = advice(check(closure, model))
-    assert "backward pass each here, which is slow: parameters are used by conv1d (test_advice.py:" in told
+    assert "backward pass each here, which is slow: parameters are used by conv_transpose1d (test_advice.py:" in told
 
 
 def test_a_few_rows_that_take_a_backward_pass_each_do_no_harm() -> None:

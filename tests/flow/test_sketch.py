@@ -497,7 +497,7 @@ def test_a_note_names_the_operations_that_are_slow_and_their_lines() -> None:
         return r.square().mean(), r
 
     optimizer = GaussNewtonFlow(model.parameters(), rows=20)
-    assert any(f"are used by {Recurrent.operations()}, which" in note for note in optimizer.step(closure).notes)
+    assert any(f"are used by {Recurrent.operations()}, and" in note for note in optimizer.step(closure).notes)
 
 
 def test_some_rows_where_a_term_has_no_points() -> None:
@@ -509,9 +509,9 @@ def test_some_rows_where_a_term_has_no_points() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_wrong_rows_are_found_out_in_half_precision(dtype: torch.dtype) -> None:
-    """A convolution's weights have no columns; the comparison must not allow for that as rounding."""
+    """The weights of a transposed convolution have no columns; the comparison must not allow for that as rounding."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv1d(1, 20, 3), nn.Tanh(), nn.Flatten(), nn.Linear(120, 1)).to(dtype)
+    model = nn.Sequential(nn.ConvTranspose1d(1, 20, 3), nn.Tanh(), nn.Flatten(), nn.Linear(200, 1)).to(dtype)
     x = torch.randn(30, 1, 8).to(dtype)
 
     def closure() -> tuple[Tensor, Tensor]:

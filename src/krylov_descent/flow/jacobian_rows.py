@@ -90,7 +90,7 @@ def _add_rows(
         at = slots[key].slots
         if weight is not None:
             x = torch.cat(a, 1) if len(a) > 1 else a[0]
-            view = views[weight]
+            view = views[weight].flatten(2)  # a convolution's is that of a matrix
             d_, x_ = d.mT.to(view.dtype), x.to(view.dtype)
             if len(at) == len(view):
                 view.baddbmm_(d_, x_)

@@ -72,7 +72,7 @@ def why_not_flow(params: Iterable[Tensor], budget: int | None = None) -> str | N
 
 
 _SLOW = "The Jacobian rows of some output take a backward pass each, which is slow: {}."
-_USED = "parameters are used by {}, which is no linear layer"
+_USED = "parameters are used by {}, and only linear layers and convolutions without groups are fast"
 _OTHERWISE = (
     "layers are checkpointed or differentiated by torch.func, or most of its rows depend on the same points (its first "
     "dimension is that of samples or points)"

@@ -1,11 +1,13 @@
 """Taps: what a backward pass leaves at each use of a weight, of which Jacobian rows are made.
 
 Letters: a use of a weight W [out, in] is y = aWᵀ + b, or y = δW in the derivative of one. At each use a backward pass
-leaves δ [R, out] and a [R, in] with ∂/∂W = Σᵣ δᵣaᵣᵀ; R counts samples, points and positions.
+leaves δ [R, out] and a [R, in] with ∂/∂W = Σᵣ δᵣaᵣᵀ; R counts samples, points and positions. The a of a convolution are
+its patches, and its W is flattened.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -19,10 +21,12 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from krylov_descent.distributed.sharded import is_sharded
-from krylov_descent.layers.calls import linear_call
+from krylov_descent.layers.calls import convolution_call, linear_call
+from krylov_descent.layers.rules import Convolution
 
 _T = torch.Tensor
 _MATMUL = {torch.matmul, _T.matmul, _T.__matmul__, torch.mm, _T.mm}
+_LAYERS: dict[Any, Any] = {F.linear: linear_call, **dict.fromkeys((F.conv1d, F.conv2d, F.conv3d), convolution_call)}
 _INSIDE = tuple(os.path.join(os.path.dirname(file), "") for file in (torch.__file__, os.path.dirname(__file__)))
 
 
@@ -45,9 +49,9 @@ class Left:
 
 
 class Taps:
-    """A context in which products with weights are tapped: F.linear, and x @ W with a parameter W.
+    """A context in which products with weights are tapped: F.linear, F.conv1d, 2d, 3d, and x @ W with a parameter W.
 
-    Not tapped are sharded weights, and calls inside compiled and scripted code.
+    Not tapped are sharded weights, convolutions in groups, and calls inside compiled and scripted code.
 
     Attributes:
         uses: the uses, in the order of the calls; a deterministic closure has the same ones at each call.
@@ -77,10 +81,14 @@ class Taps:
         """Call a function of torch, tapped if it is a product with a weight."""
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return func(*args, **kwargs)
-        if func is F.linear:
-            x, W, b, _ = linear_call(*args, **kwargs)
-            if self._tapped(x, W, b):
-                return self.product(x, W, b, Use(self._number(W), self._number(b), False))
+        if func in _LAYERS:
+            x, W, b, how = _LAYERS[func](*args, **kwargs)
+            if self._tapped(x, W, b, how):
+                use = Use(self._number(W), self._number(b), False)
+                if how is None:
+                    return self.product(x, W, b, use)
+                if (a := _patches(x, how)).numel():  # else torch says that the kernel is too large
+                    return self.product(a, W, b, use).movedim(-1, 1 - W.ndim).contiguous()
         elif func in _MATMUL and not kwargs and id(args[1]) in self._index and self._tapped(*args):
             return self.product(args[0], args[1], None, Use(self._number(args[1]), None, True))
         elif func is torch.autograd.grad:  # derivatives by points need none by weights
@@ -102,9 +110,13 @@ class Taps:
             for i in used:
                 self._beside.setdefault(i, set()).add(name.strip("_") + _line())
 
-    def _tapped(self, x: Tensor, W: Tensor, b: Tensor | None = None) -> bool:
-        if W.ndim != 2 or is_sharded(W) or is_sharded(x) or is_sharded(b):
+    def _tapped(self, x: Tensor, W: Tensor, b: Tensor | None = None, how: Convolution | None = None) -> bool:
+        if is_sharded(W) or is_sharded(x) or is_sharded(b):
             return False
+        if how is None and W.ndim != 2:
+            return False
+        if how is not None and (x.ndim not in (W.ndim - 1, W.ndim) or x.shape[1 - W.ndim] != W.shape[1]):
+            return False  # groups, or a mistake
         trained = W.requires_grad or (b is not None and id(b) in self._index)
         return trained and not torch._C._functorch.is_functorch_wrapped_tensor(W)
 
@@ -188,8 +200,17 @@ class _Mode(TorchFunctionMode):
         return self._taps.call(func, args, kwargs or {})
 
 
+def _patches(x: Tensor, how: Convolution) -> Tensor:
+    """Return the patches [n, *space, in] of a convolution's input, of slices, which all transforms know."""
+    x = F.pad(x, list(how.pad)) if any(how.pad) else x
+    dims = len(how.stride)
+    sizes = zip(x.shape[-dims:], how.kernel[1:], how.stride, how.dilation, strict=True)
+    slices: list[Any] = [[slice(i * d, max(0, n - (k - 1 - i) * d), s) for i in range(k)] for n, k, s, d in sizes]
+    return torch.stack([x[(..., *at)] for at in itertools.product(*slices)], -1).movedim(-dims - 2, -2).flatten(-2)
+
+
 def _product(x: Tensor, W: Tensor, b: Tensor | None, turned: bool, dtype: torch.dtype) -> Tensor:
-    W = W.to(dtype)
+    W = W.flatten(1).to(dtype)
     return F.linear(x.to(dtype), W.T if turned else W, None if b is None else b.to(dtype))
 
 
@@ -224,7 +245,7 @@ class _Product(torch.autograd.Function):
         elif taps._of_weights:
             delta, a = d.reshape(-1, d.shape[-1]), x.reshape(-1, x.shape[-1]).to(d.dtype)
             if ctx.needs_input_grad[1]:
-                dW = (a.T @ delta if use.turned else delta.T @ a).to(W.dtype)
+                dW = (a.T @ delta if use.turned else delta.T @ a).to(W.dtype).view_as(W)
             if ctx.needs_input_grad[2]:
                 db = delta.sum(0).to(ctx.bias)
         return dx, dW, db, None, None, None, None

@@ -210,7 +210,8 @@ def linear_call(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> _R
     return input, weight, bias, None
 
 
-def _convolution(input: Tensor, weight: Tensor, bias: Tensor | None = None, *how: Any, **named: Any) -> _Read:
+def convolution_call(input: Tensor, weight: Tensor, bias: Tensor | None = None, *how: Any, **named: Any) -> _Read:
+    """Return input, weight, bias and geometry from the arguments of F.conv1d, 2d or 3d."""
     return input, weight, bias, Convolution.of(weight.shape, *how, **named)
 
 
@@ -230,8 +231,8 @@ def _embedding(
 
 _READ: Mapping[Callable[..., Any], Callable[..., _Read | None]] = {
     F.linear: linear_call,
-    F.conv1d: _convolution,
-    F.conv2d: _convolution,
-    F.conv3d: _convolution,
+    F.conv1d: convolution_call,
+    F.conv2d: convolution_call,
+    F.conv3d: convolution_call,
     F.embedding: _embedding,
 }
