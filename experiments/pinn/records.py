@@ -28,7 +28,7 @@ LEFT_OUT = "left_out.json"
 _SCHEDULED = ("soap",)
 
 #: Runs are evaluated at these seconds too, so that those of longer budgets can be read there.
-MARKS = (60.0, 300.0, 900.0)
+MARKS = (15.0, 60.0, 300.0, 900.0)
 
 #: A point so much later than it was due, in parts of that time, is taken as if it were in time: a step may be long.
 BEYOND = 1.05

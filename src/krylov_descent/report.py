@@ -146,7 +146,7 @@ class StepReport(_Loss):
             and with ``DEEP`` earlier steps once A holds all samples. Empty without a basis.
         details: further numbers of the method. Those of GaussNewtonFlow are "fraction", the part η of its direction
             that the step followed, 0 if no part lowered the loss; "damping", λ of the direction; "rows", those of the
-            sketch.
+            sketch; "removed", the share of the sampled residuals that the whole direction removes, to first order.
 
     Example:
         >>> import torch

@@ -167,7 +167,9 @@ class DenseFlow:
         i, lowest = self.lowest(here, steps, lengths.index(h))
         if lowest < at.f:
             eta = lengths[i]
-            factor = 2.0 if eta < 2.0**-8 else 0.5 if eta > 2.0**-6 else 1.0
+            share = -float(rho @ J @ phi / (rho @ rho))
+            wanted = (2.0**-6, 2.0**-4) if share >= 0.9 else (2.0**-8, 0.0)
+            factor = 2.0 if eta < wanted[0] else 0.5 if eta > wanted[1] else 1.0
             after = replace(
                 now,
                 flow_damping=factor * now.flow_damping,

@@ -13,9 +13,10 @@ from krylov_descent.flow.factored import Factored, acceleration, damped_steps, f
 from tests.least_squares import F64
 
 
-def test_steps_are_those_of_dense_algebra() -> None:
+@pytest.mark.parametrize("m", [5, 30])  # fewer rows than parameters, and more
+def test_steps_are_those_of_dense_algebra(m: int) -> None:
     torch.manual_seed(0)
-    J, rho = torch.randn(5, 12, dtype=F64), torch.randn(5, dtype=F64)
+    J, rho = torch.randn(m, 12, dtype=F64), torch.randn(m, dtype=F64)
     g, carried = torch.randn(2, 12, dtype=F64)
     grid = torch.tensor([1e-3, 1.0, 10.0], dtype=F64)
     sketch = Factored(J, SingleProcess())

@@ -65,17 +65,18 @@ def test_the_report_has_fraction_damping_and_rows() -> None:
     for _ in range(60):
         report = optimizer.step(closure)
         seen.add(report.stop_reason)
-        after, (fraction, damping, rows) = numbers_of(optimizer), report.details.values()
-        assert list(report.details) == ["fraction", "damping", "rows"]
+        after, (fraction, damping, rows, removed) = numbers_of(optimizer), report.details.values()
+        assert list(report.details) == ["fraction", "damping", "rows", "removed"]
         if report.stop_reason is StopReason.GATHERING:
             assert (fraction, damping) == (0, after["flow_damping"])
         else:
-            assert (fraction, new_damping(damping, fraction)) == (after["step_fraction"], after["flow_damping"])
+            assert fraction == after["step_fraction"]
+            assert new_damping(damping, fraction, removed) == after["flow_damping"]
         grown = max(15, after["rows"])
         assert rows in ((15, grown) if report.notes else (grown,))
     assert seen == {StopReason.GATHERING, StopReason.CANDIDATE}
     assert grown > 15
-    assert report.as_dict()["details"] == {"fraction": fraction, "damping": damping, "rows": rows}
+    assert report.as_dict()["details"] == report.details
 
 
 @pytest.mark.parametrize("monitored", [False, True])

@@ -57,5 +57,6 @@ GRIDS: Mapping[str, Sequence[Mapping[str, Sequence[Any]]]] = {
     "dsgnar": [
         {"rows": (500,), "columns": (500,), "target": (0.075, 0.15, 0.3), "probes": (8,), "hashes": (0,)},
         {"rows": (1000,), "columns": (500,), "target": (0.15,), "probes": (8,), "hashes": (0, 4)},
+        {"rows": (1000,), "columns": (500,), "target": (0.3,), "probes": (8,), "hashes": (4,)},
     ],
 }

@@ -15,16 +15,16 @@ from torch import Tensor
 from krylov_descent.distributed import Comm, stacked
 from krylov_descent.vectors.products import length
 
-_SLOW = 2  # factor by which λ changes
-_WANTED = 2.0**-7  # target of η, within a factor of two
+_ENOUGH = 0.9  # share of the residuals that φ is to remove
+_WANTED, _SHORTEST = 2.0**-5, 2.0**-8  # target of η, within a factor of two; the shortest while φ removes too little
 _BEND = 2.0  # largest accepted ratio h‖α‖/‖φ‖
 
 
 class Factored:
-    """A factorisation of JᵀJ for any damping.
+    """A factorisation of JᵀJ for any damping, by QR of the narrow side of J.
 
-    It uses Jᵀ = QR, since forming K squares the singular values of J: those below 1e-8 of the largest would be lost in
-    rounding, and those little above it, which matter late in training, would be inaccurate.
+    Forming K or JᵀJ would square the singular values of J: those below 1e-8 of the largest would be lost in rounding,
+    and those little above it, which matter late in training, would be inaccurate.
 
     Attributes:
         trace: the trace of JᵀJ.
@@ -32,25 +32,36 @@ class Factored:
 
     def __init__(self, J: Tensor, comm: Comm) -> None:
         self._J, self._comm = J, comm
-        parts = stacked(comm, _triangle(J.T.double()))
-        self._R = parts[0] if len(parts) == 1 else _triangle(parts.flatten(0, 1))  # [m, m]
+        self._tall = comm.ranks == 1 and J.shape[0] > J.shape[1]
+        self._R = J.double() if self._tall else _joined(stacked(comm, _triangle(J.T.double())))  # J, or [m, m]
         self.trace = float(self._R.square().sum())
-        self._damped: dict[float, Tensor] = {}
+        self._damped: dict[float, tuple[Tensor, Tensor]] = {}
 
     def solved(self, x: Tensor, lam: Tensor) -> Tensor:
-        """Return Jᵀ(K + λ)⁻¹x [l, P] for every λ."""
-        c = torch.stack([self._inverse(float(damping), x.double()) for damping in lam])
-        return c.to(self._J.dtype) @ self._J
+        """Return Jᵀ(K + λ)⁻¹x = argmin ‖Jφ − x‖² + λ‖φ‖² [l, P] for every λ."""
+        solve = self._by_columns if self._tall else self._by_rows
+        return torch.stack([solve(float(damping), x.double()[:, None])[:, 0] for damping in lam]).to(self._J.dtype)
 
-    def _inverse(self, lam: float, x: Tensor) -> Tensor:
-        """Return (K + λ)⁻¹x [m]; K + λ = SᵀS with the triangular factor S of [R; √λI]."""
+    def _by_rows(self, lam: float, x: Tensor) -> Tensor:
+        """Use K + λ = SᵀS with [R; √λI] = QS."""
         if lam not in self._damped:
-            identity = torch.eye(self._R.shape[1], dtype=self._R.dtype, device=self._R.device)
-            self._damped[lam] = _triangle(torch.cat([self._R, lam**0.5 * identity]))
-        S = self._damped[lam]
-        y: Tensor = torch.linalg.solve_triangular(S.T, x[:, None], upper=False)
-        c: Tensor = torch.linalg.solve_triangular(S, y, upper=True)
-        return c[:, 0]
+            self._damped[lam] = self._R[:0], _triangle(self._with(lam))
+        _, S = self._damped[lam]
+        y = torch.linalg.solve_triangular(S.T, x, upper=False)
+        phi: Tensor = self._J.double().T @ torch.linalg.solve_triangular(S, y, upper=True)
+        return phi
+
+    def _by_columns(self, lam: float, x: Tensor) -> Tensor:
+        """Use φ = S⁻¹Qᵀ[x; 0] with [J; √λI] = QS."""
+        if lam not in self._damped:
+            self._damped[lam] = torch.linalg.qr(self._with(lam))
+        Q, S = self._damped[lam]
+        phi: Tensor = torch.linalg.solve_triangular(S, Q[: len(x)].T @ x, upper=True)
+        return phi
+
+    def _with(self, lam: float) -> Tensor:
+        """Return [R; √λI]."""
+        return torch.cat([self._R, lam**0.5 * torch.eye(self._R.shape[1], dtype=self._R.dtype, device=self._R.device)])
 
     def unseen(self, v: Tensor, lam: Tensor) -> Tensor:
         """Return λ(JᵀJ + λ)⁻¹v = v − Jᵀ(K + λ)⁻¹Jv [l, P], the part of v without curvature."""
@@ -58,11 +69,16 @@ class Factored:
 
     def along(self, v: Tensor) -> Tensor:
         """Return Jv [m]."""
-        return self._comm.sum(self._J @ v)
+        return self._comm.sum(self._J.double() @ v.double()).to(v.dtype)
 
     def norm(self, v: Tensor) -> float:
         """Return ‖v‖."""
         return length(v, self._comm)
+
+
+def _joined(parts: Tensor) -> Tensor:
+    """Return the triangle of all ranks' columns from that of each [ranks, m, m]."""
+    return parts[0] if len(parts) == 1 else _triangle(parts.flatten(0, 1))
 
 
 def _triangle(X: Tensor) -> Tensor:
@@ -104,11 +120,25 @@ def acceleration(sketch: Factored, phi: Tensor, h: float, change: Callable[[], T
     return alpha if bend <= _BEND * straight_length else torch.zeros_like(phi)
 
 
-def new_damping(damping: float, length: float) -> float:
-    """Return λ of the next step, after a step of length η.
+def removed(sketch: Factored, rho: Tensor, phi: Tensor) -> float:
+    """Return −ρᵀJφ/ρᵀρ, the share of the residuals that φ removes, to first order."""
+    square = float(rho @ rho)
+    return -float(rho @ sketch.along(phi)) / square if square > 0 else 1.0
+
+
+def new_damping(damping: float, fraction: float, share: float) -> float:
+    """Return λ of the next step, after a step of fraction η along a φ that removes this share of the residuals.
+
+    A larger λ makes φ shorter, so that a larger fraction of it lowers the loss; it leaves residuals of little curvature
+    behind, which a later φ has to remove, and that one is long. So λ grows while steps are short and φ removes enough,
+    and shrinks while it does not.
 
     Example:
-        >>> new_damping(1.0, 2.0**-9), new_damping(1.0, 2.0**-7), new_damping(1.0, 0.5)
+        >>> new_damping(1.0, 2.0**-7, 0.99), new_damping(1.0, 2.0**-5, 0.99), new_damping(1.0, 2.0**-3, 0.99)
         (2.0, 1.0, 0.5)
+        >>> new_damping(1.0, 2.0**-9, 0.5), new_damping(1.0, 2.0**-7, 0.5)
+        (2.0, 0.5)
     """
-    return damping * _SLOW if length < _WANTED / 2 else damping / _SLOW if length > 2 * _WANTED else damping
+    if share < _ENOUGH:
+        return 2 * damping if fraction < _SHORTEST else damping / 2
+    return 2 * damping if fraction < _WANTED / 2 else damping / 2 if fraction > 2 * _WANTED else damping

@@ -15,9 +15,9 @@ A step samples Jacobian rows on B and tries these candidates in turn, judged by 
 If no flow step lowers the loss on C, φ fits too few rows: the parameters stay, and the next step adds rows to φ
 ("gathering"). Damped steps are tried only after several such steps in a row. If gathering is frequent, m grows.
 
-λ of the flow follows η: it grows if only very short steps lower the loss and shrinks if long ones do. η is at most an
-eighth, or up to a half if the loss falls as predicted for all residuals together, by (1 − η)². With a sketch of all
-rows, η may be larger.
+λ of the flow follows η and the share of ρ that φ removes: it grows while only short steps lower the loss, and shrinks
+if long ones do or if residuals are left behind. η is at most an eighth, or up to a half if the loss falls as predicted
+for all residuals together, by (1 − η)². With a sketch of all rows, η may be larger.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from krylov_descent.flow.factored import Factored, acceleration, damped_steps, flow_direction, new_damping
+from krylov_descent.flow.factored import Factored, acceleration, damped_steps, flow_direction, new_damping, removed
 from krylov_descent.flow.row_sampling import TappedGraph
 from krylov_descent.flow.sketch import Sketcher, finite_rows, sketch_bytes
 from krylov_descent.krylov.orthonormal_basis import spanned_basis
@@ -49,6 +49,7 @@ _LONGEST = 2.0**-3  # usual bound of η: longer steps lower the loss faster at f
 _LONGEST_EVER = 0.5  # bound of η if the loss falls as the flow predicts
 _LONGER, _AS_SAID = 1.26, 0.85  # growth of the bound per step; required fraction of the predicted log decrease
 _LONGEST_WHOLE, _LEAST_WHOLE = 2.0, 1e-14  # with all rows in the sketch: bounds of η and λ
+_ROUNDING = 100.0  # relative rounding of J, in units of eps: λ is at least its square
 _LENGTHS = 5  # most halvings and doublings of the last fraction that are tried
 _WAIT = 8  # most gathering steps in a row
 _LATELY = 0.1  # weight of a step in the rejection rate
@@ -204,7 +205,7 @@ class Flow:
         self._factored = Factored(self._sketch.J, comm)
         whole = self._sketch.whole
         longest, least = (_LONGEST_WHOLE, _LEAST_WHOLE) if whole else (_longest(known, moved=last is not None), _LEAST)
-        least = max(least, torch.finfo(self._sketch.J.dtype).eps ** 2)
+        least = max(least, (_ROUNDING * torch.finfo(self._sketch.J.dtype).eps) ** 2)
         adaptation = _bounded(self._factored.trace, longest, least, known)
         adaptation, note = (adaptation, "") if whole else _asked(adaptation, rows, most)
         self.adaptation = replace(adaptation, longest_fraction=0.0 if whole else longest)
@@ -213,6 +214,8 @@ class Flow:
         self._last = last
         scale = self.adaptation.momentum_scale * settings.momentum
         self.phi, self.alpha = self._direction(None if last is None or not scale else last * scale)
+        self._removed = removed(self._factored, self._sketch.rho, self.phi)
+        self.details["removed"] = self._removed
         at.notes += filter(None, [drawn.note or note, "" if len(self._sketch.J) == len(drawn.J) else _NOT_FINITE])
 
     def _direction(self, carried: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -291,7 +294,7 @@ class Flow:
         yield CandidateLine(
             tuple(lambda eta=eta: eta * phi + eta**2 / 2 * alpha for eta in fractions),  # type: ignore[misc]
             fractions.index(known.step_fraction),
-            tuple(_after(known, eta) for eta in fractions),
+            tuple(_after(known, eta, self._removed) for eta in fractions),
         )
         if self._patient:
             return
@@ -367,9 +370,9 @@ def reduced_curvature(J: Tensor, V: BasisStorage, objective: Objective) -> Tenso
     return H
 
 
-def _after(known: Adaptation, eta: float) -> Adaptation:
-    """Return the adaptation after a flow step of fraction η, which leaves (1 − η)φ of the direction."""
-    damping = new_damping(known.flow_damping, eta)
+def _after(known: Adaptation, eta: float, share: float) -> Adaptation:
+    """Return the adaptation after a step of fraction η of a φ that removes this share; (1 − η)φ of it is left."""
+    damping = new_damping(known.flow_damping, eta, share)
     scale = max(0.0, 1 / eta - 1)
     return replace(known, flow_damping=damping, step_fraction=eta, momentum_scale=scale, rejected_in_a_row=0)
 
