@@ -15,6 +15,7 @@ from krylov_descent.report import Settlement, StepReport, StopReason
 from krylov_descent.run import Best, EndReason, Run
 from krylov_descent.safety.budget import Storage
 from krylov_descent.samples.growing import Growing
+from krylov_descent.samples.points import Points
 from krylov_descent.samples.subsets import Subsets
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ __all__ = [
     "Kronecker",
     "LeastSquaresResult",
     "ModelSearch",
+    "Points",
     "Progress",
     "Run",
     "Search",

@@ -157,6 +157,7 @@ class Run:
         self._gtol, self._monitor, self._progress = gtol, monitor, progress
         self._noise = relative_noise(optimizer.trained()[0].dtype)
         self._stale, self._weighed = 0, -1
+        self._draw: float | None = None
         self.reason: EndReason | None = None
         self.steps = 0
         self.loss = math.nan
@@ -187,6 +188,9 @@ class Run:
                 here = self._copy() if self._monitor is None else ()
                 report: StepReport = self._optimizer.step(self._closure, self._sets)
                 self.loss = report.loss
+                if self._monitor is None and report.details.get("draw") != self._draw:
+                    self.best, gathered = None, False  # losses on other points do not compare
+                self._draw = report.details.get("draw")
                 gathers = report.stop_reason is StopReason.GATHERING
                 if self._monitor is not None and not (gathers and self.best):
                     self._weigh(self._agreed(float(self._monitor())), self.steps + 1, None)

@@ -173,6 +173,19 @@ class SamplePolicy(ABC):
             of_shards: the number of shards of each set.
         """
 
+    def reviewed(
+        self, iteration: int, choice: Choice, loss: float, value: Callable[[Iterable[Microbatch]], float]
+    ) -> Choice:
+        """Return the choice, or one with other sets, on which the step then begins anew.
+
+        Args:
+            iteration: the number of the step.
+            choice: the choice of this step.
+            loss: f on its A where the step begins.
+            value: returns f on other micro-batches there, by forward passes.
+        """
+        return choice
+
     def rolled_back(self, state: Any) -> Any:
         """Return the state after a rollback of a step that raised the loss on A, with larger sets for example."""
         return state
@@ -195,11 +208,12 @@ class SamplePolicy(ABC):
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """The sets of one step, the policy's new state, and notes for the report."""
+    """The sets of one step, the policy's new state, and notes and further numbers for the report."""
 
     sets: StepSets
     state: Any
     notes: tuple[str, ...] = ()
+    details: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
 class FullBatch(SamplePolicy):

@@ -46,7 +46,7 @@ class TensorSource:
 
     def fingerprint(self) -> int:
         """Return a number that depends on every entry and on its place."""
-        return sum((i + 1) * _bits(tensor) for i, tensor in enumerate(self._tensors)) % _MODULUS
+        return sum((i + 1) * tensor_bits(tensor) for i, tensor in enumerate(self._tensors)) % _MODULUS
 
     def restart(self) -> None:
         """Do nothing: there are no workers."""
@@ -160,7 +160,7 @@ _AT_ONCE = 2**20
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def _bits(tensor: Tensor) -> int:
+def tensor_bits(tensor: Tensor) -> int:
     """Return Σ (i + 1)·bits of entry i, in words of 32 bits; sums wrap around, alike on all ranks."""
     if tensor.layout != torch.strided or tensor.is_quantized or not tensor.numel():
         return 0

@@ -148,6 +148,10 @@ class Sampler:
             iteration, state, krylov_dim=self.krylov_dim, shard=self.shard, of_shards=self.of_shards
         )
 
+    def reviewed(self, iteration: int, choice: Choice, losses: BatchLosses, objective: Objective) -> Choice:
+        """Return the choice, or another one if the loss on A where the step begins asks for it."""
+        return self.policy.reviewed(iteration, choice, losses.mean, lambda batches: objective.value(batches).mean)
+
     def watch(self, at: GradientPass) -> StepWatch:
         """Return the policy's observer of the step from this point."""
         return self.policy.watch(at.sets, at.samples, at.led_by)
@@ -182,6 +186,11 @@ def arrive(
     """
     choice, key = samples.choose(state.iteration, state.samples), StepKey(state.seed, state.iteration)
     losses, g, gathered = _pass(objective, choice, key, gather)
+    reviewed = samples.reviewed(state.iteration, choice, losses, objective)
+    if reviewed.sets is not choice.sets:
+        del g, gathered  # vectors [P], and a graph
+        losses, g, gathered = _pass(objective, reviewed, key, gather)
+    choice, details = reviewed, reviewed.details
     grad_norm = length(g, objective.comm)
     notes, last, earlier = list(choice.notes), state.last_step, state.earlier
     led = last if leads_here(objective, state) else None
@@ -197,17 +206,18 @@ def arrive(
         assert earlier is not None
         del g, gathered  # vectors [P]
         objective.move_to(earlier)
+        sizes = choice.sets.sizes
         choice = samples.choose(state.iteration, samples.policy.rolled_back(choice.state))
         key, last, led = replace(key, attempt=1), None, None
         losses, g, gathered = _pass(objective, choice, key, gather)
         grad_norm = length(g, objective.comm)
         what = "raised the loss on A" if rose else "ended where the loss on A or its gradient is not finite"
-        larger = f"; C now has {choice.sets.sizes['C']} samples" if choice.sets.sizes else ""
+        larger = f"; C now has {choice.sets.sizes['C']} samples" if choice.sets.sizes != sizes else ""
         notes.append(f"The previous step had {what} and was undone{larger}.")
     require_finite(losses.mean, grad_norm)
     wary = state.wary or not (kept or rose)
     found = (losses, g, grad_norm, gathered, last, led, kept, choice.state, wary, notes)
-    return GradientPass(objective, choice.sets, key, here, *found)  # type: ignore[arg-type]
+    return GradientPass(objective, choice.sets, key, here, *found, details=details)  # type: ignore[arg-type]
 
 
 def _pass(

@@ -6,7 +6,7 @@ Letters: θ [P], f and g [P] its gradient on A. Vectors are this rank's parts [P
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -39,6 +39,7 @@ class GradientPass:
         samples: the state of the sample policy.
         wary: whether the step must end where the gradient is finite.
         notes: notes for the step's report.
+        details: further numbers for the step's report.
         keeps_gradient: whether g is still needed after the subspace is built.
     """
 
@@ -56,6 +57,7 @@ class GradientPass:
     samples: Any
     wary: bool = False
     notes: list[str] = field(default_factory=list)
+    details: Mapping[str, float] = field(default_factory=dict)
     keeps_gradient: bool = False
 
     def slope(self, d: Tensor) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
 
@@ -36,7 +37,9 @@ class StepLog:
         if isinstance(error, RankError):
             raise error.during(_PHASES[min(self._phase, len(_PHASES) - 1)]) from error.__cause__
 
-    def report(self, at: GradientPass, found: SearchResult, **more: Any) -> StepReport:
+    def report(
+        self, at: GradientPass, found: SearchResult, details: Mapping[str, float] | None = None, **more: Any
+    ) -> StepReport:
         """Return the report of the step; ``more`` holds the fields on the method's subspace."""
         return StepReport(
             iteration=at.key.iteration,
@@ -54,5 +57,6 @@ class StepLog:
             notes=tuple(at.notes),
             bytes_sent=self._comm.sent - self._sent,
             coefficients=found.coefficients,
+            details={**(details or {}), **at.details},
             **more,
         )
