@@ -301,8 +301,8 @@ class CurvatureOptimizer(ClosureOptimizer):
                 optionally the weight of that mean. Or it returns the loss alone, as for torch.optim.LBFGS: its
                 ``backward`` is left out, and the outputs are found from the loss. An autocast belongs inside the
                 closure; one around ``step`` is switched off.
-            sets: draws A, B and C: ``Subsets``, ``Growing``, or a DataLoader, which stands for ``Subsets`` of its data
-                set. None for A = B = C, the samples that the closure evaluates.
+            sets: draws A, B and C: ``Subsets``, ``Growing``, ``Points``, or a DataLoader, which stands for ``Subsets``
+                of its data set. None for A = B = C, the samples that the closure evaluates.
 
         Returns:
             The report of the step; ``float(report)`` is the loss before the step.

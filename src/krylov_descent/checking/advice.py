@@ -11,6 +11,7 @@ from krylov_descent.checking.finding import Finding, bytes_in_words, split_remed
 from krylov_descent.checking.problem import Curvature, Names, Problem
 from krylov_descent.flow.sketch import ROWS, Sketch, Sketcher, against_flow, sketch_bytes
 from krylov_descent.objective.drop_in import irregular
+from krylov_descent.samples.points import Points
 
 _FEW = 20  # rows drawn for a test of the sketch
 _MOSTLY = 0.5  # the largest share of them that may take a backward pass each
@@ -43,14 +44,14 @@ def choice(problem: Problem) -> Iterator[Finding]:
         "GaussNewtonFlow: the loss is a mean of squares, every step sees all residuals, and "
         f"{bytes_in_words(sketch_bytes(ROWS, numel, dtype))} hold a sketch of them; on physics-informed "
         f"networks, its many cheap steps along the Gauss–Newton flow end lower; a trial (try_seconds) tells here{slow}",
-        "GaussNewtonFlow(model.parameters()). Where the loss on other points is far above this one, as at sharp "
-        "fronts, draw new points every few steps, or take KSD.",
+        "GaussNewtonFlow(model.parameters()). Where the loss on other points may be far above this one, as at sharp "
+        "fronts, let the optimizer draw them: step(closure, Points(draw, size)).",
     )
 
 
 def unfit(problem: Problem) -> str | None:
     """Return a property of the problem that rules the flow out, or None."""
-    if problem.sets is not None:
+    if problem.sets is not None and not isinstance(problem.sets, Points):
         return "GaussNewtonFlow was measured where every step sees all samples, and not with sets"
     if problem.bypass > 0:
         return "GaussNewtonFlow does not see the part of the loss that does not pass through the outputs"

@@ -51,8 +51,8 @@ class Points(SamplePolicy):
     ``report.details["draw"]`` has the number of the draw. Losses of different draws are not compared.
 
     The points depend on ``seed`` and the number of the draw, which the optimizer remembers, so that a new Points
-    continues a resumed run. With several ranks, all of them draw the same points, and each takes an equal share of every
-    tensor; up to ranks − 1 points of a tensor are left out.
+    continues a resumed run. With several ranks, all of them draw the same points, and each takes an equal share of
+    every tensor; up to ranks − 1 points of a tensor are left out.
 
     Args:
         draw: ``draw(n, generator)`` returns about n points as the closure takes them: a tensor, or a tuple, list or
@@ -90,8 +90,8 @@ class Points(SamplePolicy):
     def __init__(self, draw: Draw, size: int, *, seed: int = 0) -> None:
         if not callable(draw):
             raise ValueError(
-                f"draw is a {type(draw).__name__}, not a function. Pass draw(n, generator), which returns n points; for "
-                "points that never change, write a closure without arguments and leave out Points."
+                f"draw is a {type(draw).__name__}, not a function. Pass draw(n, generator), which returns n points; "
+                "for points that never change, write a closure without arguments and leave out Points."
             )
         for name, value, least in (("size", size, 1), ("seed", seed, None)):
             if not isinstance(value, int) or isinstance(value, bool) or (least is not None and value < least):
@@ -168,7 +168,7 @@ class Points(SamplePolicy):
 
 @dataclass(frozen=True, eq=False)
 class PointSets:
-    """This rank's share of the points of one draw, as A, B and C."""
+    """The rank's share of the points of one draw, as A, B and C."""
 
     policy: Points
     state: PointsState
