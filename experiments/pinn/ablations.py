@@ -15,13 +15,14 @@ PARTS: Mapping[str, tuple[str, str, float]] = {
     "growth": ("krylov_descent.flow.step", "_OFTEN", 1.0),  # sketches keep their rows
     "large-rows": ("krylov_descent.flow.row_sampling", "_LARGE", math.inf),  # all rows are drawn alike
     "small-damping": ("krylov_descent.flow.step", "_LEAST", 1e-14),  # what a Gram matrix could resolve
-    "short-pieces": ("krylov_descent.flow.step", "_LONGEST _LONGEST_EVER", 1.0),
-    "longer-pieces": ("krylov_descent.flow.step", "_LONGEST_EVER", 0.125),  # an eighth, whatever the loss does
+    "short-pieces": ("krylov_descent.flow.step", "_LONGEST", 1.0),
+    "longer-pieces": ("krylov_descent.flow.step", "_LONGEST", 0.125),
+    "share": ("krylov_descent.flow.factored", "_ENOUGH", -math.inf),  # λ by the length of steps alone
 }
 
 #: Other values of such constants, in the same form.
 VALUES: Mapping[str, tuple[str, str, float]] = {
-    f"pieces-to-{longest}": ("krylov_descent.flow.step", "_LONGEST _LONGEST_EVER", longest) for longest in (0.25, 0.5)
+    f"pieces-to-{longest}": ("krylov_descent.flow.step", "_LONGEST", longest) for longest in (0.25, 0.5)
 }
 
 #: Label → what of a run is not as usual, fields of ``RunConfig``; the last two labels are those that ``run`` gives.

@@ -30,8 +30,6 @@ class Carried:
     rejected_in_a_row: float = 0.0
     rejection_rate: float = 0.0
     rows: float = 0.0
-    longest_fraction: float = 0.0
-    loss_ratio: float = 1.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -177,7 +175,7 @@ class DenseFlow:
                 momentum_scale=max(0.0, 1 / eta - 1),
                 rejected_in_a_row=0.0,
             )
-            return self.end("flow", here, steps[i], replace(after, loss_ratio=lowest / at.f))
+            return self.end("flow", here, steps[i], after)
         shorter = max(h / 2, 2.0**-14)
         if now.rejected_in_a_row < 7:
             return self.end(
@@ -199,7 +197,6 @@ class DenseFlow:
             momentum_scale=0.0,
             rejected_in_a_row=0.0,
             lm_damping=dampings[i],
-            loss_ratio=lowest / at.f,
         )
         return self.end("damped", here, steps[i], after)
 
@@ -227,11 +224,11 @@ class DenseFlow:
 
     def begin(self, whole: bool, trace: float) -> tuple[Carried, float]:
         """What is carried to this step within its bounds, and the longest η."""
-        longest = 2.0 if whole else self.longest_piece()
+        longest = 2.0 if whole else 0.5
         least = 1e-14 if whole else 1e-18
         now = self.carried
         if now is None:
-            now = Carried(1e-6 * trace, min(0.5, longest), 0.0, 1e-3 * trace)
+            now = Carried(1e-6 * trace, 0.5, 0.0, 1e-3 * trace)
         else:
             length = now.step_fraction
             while length > longest:
@@ -244,24 +241,12 @@ class DenseFlow:
                 step_fraction=length,
             )
         if whole:
-            return replace(now, longest_fraction=0.0), longest
+            return now, longest
         waits, rows = 0.9 * now.rejection_rate + 0.1 * (now.rejected_in_a_row > 0), self.rows_wanted()
         if waits > 0.25 and rows < self.most_rows:
             now = replace(now, rows=min(round(1.5 * rows), self.most_rows))
             waits = 0.0
-        return replace(now, rejection_rate=waits, longest_fraction=longest), longest
-
-    def longest_piece(self) -> float:
-        """An eighth, and up to a half where the longest was followed and f fell nearly as (1 − η)² says."""
-        now = self.carried
-        if now is None:
-            return 1 / 8
-        longest = max(now.longest_fraction, 1 / 8)
-        followed = now.rejected_in_a_row == 0 and 2 * now.step_fraction > longest
-        said = (1 - min(now.step_fraction, 1 / 2)) ** 2  # all rows may have been followed further
-        if followed and math.log(now.loss_ratio) <= 0.85 * math.log(said):
-            return min(1.26 * longest, 1 / 2)
-        return max(longest / 2, 1 / 8)
+        return replace(now, rejection_rate=waits), longest
 
     def end(self, kind: str, here: Tensor, d: Tensor | None, after: Carried, gathered: Tensor | None = None) -> None:
         self.kinds.append(kind)

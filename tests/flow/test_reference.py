@@ -43,7 +43,7 @@ few_points, spiked, smooth = curve(12, 4.0), curve(40, 4.0, 6.0), curve(40, 2.0)
 
 def noise() -> tuple[nn.Module, Closure]:
     """Near the best fit of what is mostly noise: a few rows want to fit theirs, and the flow leads nowhere."""
-    torch.manual_seed(0)
+    torch.manual_seed(8)
     model, x = nn.Linear(8, 1, bias=False).double(), torch.randn(24, 8, dtype=F64)
     y = x.sum(1, keepdim=True) + torch.randn(24, 1, dtype=F64)
     best = torch.linalg.lstsq(x, y).solution
@@ -155,9 +155,9 @@ def test_steps_with_all_rows(problem: Problem, sketches: list[Sketch]) -> None:
 def test_steps_with_rows_that_were_drawn(problem: Problem, rows: int, sketches: list[Sketch]) -> None:
     sides = [Side(problem, rows, momentum).follow(10, sketches) for momentum in (0.9, 0.0)]
     assert not any(sketch.whole for sketch in sketches)
-    assert apart(sides[0].path[1], sides[1].path[1]) > 1e-3
+    assert apart(sides[0].path[-1], sides[1].path[-1]) > 1e-3
     if problem is smooth:
-        assert max(sides[0].length) > 0.125  # where the loss falls as the flow says
+        assert max(sides[0].length) == 0.5
     else:
         assert min(sides[0].length) < 2.0**-8  # where λ grows
 
@@ -175,7 +175,7 @@ def test_the_bend_of_the_flow_matters(sketches: list[Sketch]) -> None:
 @pytest.mark.parametrize("rows", [400, 8], ids=["all", "some"])
 def test_steps_with_weight_decay(decay: Sequence[float], rows: int, sketches: list[Sketch]) -> None:
     side = Side(few_points, rows, 0.9, decay).follow(8, sketches)
-    assert apart(side.path[0], Side(few_points, rows, 0.9).follow(1, sketches).path[0]) > 1e-3
+    assert apart(side.path[-1], Side(few_points, rows, 0.9).follow(8, sketches).path[-1]) > 1e-3
 
 
 def test_steps_that_gather_and_damped_steps(sketches: list[Sketch]) -> None:
@@ -188,7 +188,7 @@ def test_steps_that_gather_and_damped_steps(sketches: list[Sketch]) -> None:
     assert all(torch.equal(path[k], path[at - 8]) for k in range(at - 7, at))
     assert apart(path[at], path[at - 1]) > 1e-3
     assert "flow" in kinds[at:]
-    assert sorted({len(sketch.J) for sketch in sketches}) == [2, 3, 4, 6]
+    assert sorted({len(sketch.J) for sketch in sketches}) == [2, 3, 4]
 
 
 @pytest.mark.parametrize(("problem", "rows"), [(curve(12, 1.0), 12), (smooth, 5)], ids=["all", "some"])

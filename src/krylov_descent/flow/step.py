@@ -16,8 +16,7 @@ If no flow step lowers the loss on C, φ fits too few rows: the parameters stay,
 ("gathering"). Damped steps are tried only after several such steps in a row. If gathering is frequent, m grows.
 
 λ of the flow follows η and the share of ρ that φ removes: it grows while only short steps lower the loss, and shrinks
-if long ones do or if residuals are left behind. η is at most an eighth, or up to a half if the loss falls as predicted
-for all residuals together, by (1 − η)². With a sketch of all rows, η may be larger.
+if long ones do or if residuals are left behind. η is at most a half; with a sketch of all rows it may be larger.
 """
 
 from __future__ import annotations
@@ -45,9 +44,7 @@ from krylov_descent.vectors.storage import BasisStorage
 
 _FIRST, _LEAST, _MOST = 1e-6, 1e-18, 1e-5  # λ of the flow, relative to the trace of K: at first, and its bounds
 _SHORTEST = 2.0**-14
-_LONGEST = 2.0**-3  # usual bound of η: longer steps lower the loss faster at first, and end higher
-_LONGEST_EVER = 0.5  # bound of η if the loss falls as the flow predicts
-_LONGER, _AS_SAID = 1.26, 0.85  # growth of the bound per step; required fraction of the predicted log decrease
+_LONGEST = 0.5  # bound of η
 _LONGEST_WHOLE, _LEAST_WHOLE = 2.0, 1e-14  # with all rows in the sketch: bounds of η and λ
 _ROUNDING = 100.0  # relative rounding of J, in units of eps: λ is at least its square
 _LENGTHS = 5  # most halvings and doublings of the last fraction that are tried
@@ -83,8 +80,6 @@ class Adaptation:
         rejected_in_a_row: the number of rejected (gathering) steps in a row.
         rejection_rate: the running mean of such steps.
         rows: m, if it has grown; otherwise 0.
-        longest_fraction: the bound of η in the last step; 0 for the usual bound.
-        loss_ratio: the ratio of the losses on C after and before the last candidate taken.
     """
 
     flow_damping: float
@@ -94,8 +89,6 @@ class Adaptation:
     rejected_in_a_row: int = 0
     rejection_rate: float = 0.0
     rows: int = 0
-    longest_fraction: float = 0.0
-    loss_ratio: float = 1.0
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -204,11 +197,10 @@ class Flow:
         self._sketch = finite_rows(drawn, comm)
         self._factored = Factored(self._sketch.J, comm)
         whole = self._sketch.whole
-        longest, least = (_LONGEST_WHOLE, _LEAST_WHOLE) if whole else (_longest(known, moved=last is not None), _LEAST)
+        longest, least = (_LONGEST_WHOLE, _LEAST_WHOLE) if whole else (_LONGEST, _LEAST)
         least = max(least, (_ROUNDING * torch.finfo(self._sketch.J.dtype).eps) ** 2)
         adaptation = _bounded(self._factored.trace, longest, least, known)
-        adaptation, note = (adaptation, "") if whole else _asked(adaptation, rows, most)
-        self.adaptation = replace(adaptation, longest_fraction=0.0 if whole else longest)
+        self.adaptation, note = (adaptation, "") if whole else _asked(adaptation, rows, most)
         self.details = {"fraction": 0.0, "damping": adaptation.flow_damping, "rows": float(len(self._sketch.J))}
         self._longest = longest
         self._last = last
@@ -264,9 +256,8 @@ class Flow:
             i, lowest, d = descend_line(line, value)
             if lowest < before:
                 self.details["fraction"] = 0.0 if number else line.then[i].step_fraction
-                ratio = lowest / before if before > 0 else 1.0
                 found = SearchResult(d, before, lowest, 0, evaluations, StopReason.CANDIDATE, exact=True)
-                return found, replace(line.then[i], loss_ratio=ratio), None
+                return found, line.then[i], None
         shorter = max(known.step_fraction / 2, _SHORTEST)
         if self._patient:
             waiting = replace(known, step_fraction=shorter, momentum_scale=1.0)
@@ -382,27 +373,12 @@ def _bounded(trace: float, longest: float, least: float, known: Adaptation | Non
     if not 0 < trace < math.inf:
         return Adaptation(1.0, _LONGEST, 0.0, 1.0, _WAIT)
     if known is None:
-        return Adaptation(_FIRST * trace, min(0.5, longest), 0.0, _FIRST_DAMPED * trace)
+        return Adaptation(_FIRST * trace, 0.5, 0.0, _FIRST_DAMPED * trace)
     damping = min(max(known.flow_damping, least * trace), _MOST * trace)
     damped = min(max(known.lm_damping, _LEAST_DAMPED * trace), _MOST_DAMPED * trace)
     halvings = max(0, math.ceil(math.log2(known.step_fraction / longest)))  # fractions stay halvings of each other
     fraction = known.step_fraction / 2.0**halvings
     return replace(known, flow_damping=damping, lm_damping=damped, step_fraction=fraction)
-
-
-def _longest(known: Adaptation | None, *, moved: bool) -> float:
-    """Return the bound of η, raised if the last step reached it and the loss fell as the flow predicts.
-
-    ``moved`` is False after a step that was rolled back or not taken, which does not raise the bound.
-    """
-    if known is None:
-        return _LONGEST
-    longest = max(known.longest_fraction, _LONGEST)
-    followed = moved and not known.rejected_in_a_row and 2 * known.step_fraction > longest  # fractions are halvings
-    said = (1 - min(known.step_fraction, _LONGEST_EVER)) ** 2
-    if followed and 0 < known.loss_ratio <= said**_AS_SAID:
-        return max(_LONGEST, min(_LONGER * longest, _LONGEST_EVER))
-    return max(_LONGEST, longest / 2)
 
 
 def _asked(known: Adaptation, rows: int, most: int) -> tuple[Adaptation, str]:
