@@ -1,7 +1,6 @@
-"""Equations that nothing was chosen on: not the defaults of the Gauss–Newton flow, not a rival's settings, not a seed.
+"""Equations that nothing was chosen on when they were first run: no default of the flow, no rival's setting, no seed.
 
-They were written down, tested on their solutions, and run once with the settings as they were. Conventions, weights and
-points are those of the other equations.
+``problems.SHOWN`` has those of which that still holds. Conventions, weights and points are those of the other equations.
 """
 
 from __future__ import annotations
