@@ -1,6 +1,6 @@
 """Equations that nothing was chosen on when they were first run: no default of the flow, no rival's setting, no seed.
 
-``problems.SHOWN`` has those of which that still holds. Conventions, weights and points are those of the other equations.
+``problems.SHOWN`` has those of which that still holds. Conventions, weights and points are those of other equations.
 """
 
 from __future__ import annotations
