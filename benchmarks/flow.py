@@ -101,7 +101,7 @@ def parts_of_steps() -> Iterator[Parts]:
             (Objective, "value_and_gradient", "gradient"),
             (Sketcher, "draw", "rows"),
             (Factored, "__init__", "QR of J"),
-            (Factored, "_inverse", "QR with λ"),
+            (Factored, "_by_rows", "QR with λ"),
             (Flow, "__init__", "steps"),
             (Flow, "descend", "candidates"),
         ):
