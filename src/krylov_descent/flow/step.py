@@ -373,7 +373,7 @@ def _bounded(trace: float, longest: float, least: float, known: Adaptation | Non
     if not 0 < trace < math.inf:
         return Adaptation(1.0, _LONGEST, 0.0, 1.0, _WAIT)
     if known is None:
-        return Adaptation(_FIRST * trace, 0.5, 0.0, _FIRST_DAMPED * trace)
+        return Adaptation(_FIRST * trace, min(0.5, longest), 0.0, _FIRST_DAMPED * trace)
     damping = min(max(known.flow_damping, least * trace), _MOST * trace)
     damped = min(max(known.lm_damping, _LEAST_DAMPED * trace), _MOST_DAMPED * trace)
     halvings = max(0, math.ceil(math.log2(known.step_fraction / longest)))  # fractions stay halvings of each other
