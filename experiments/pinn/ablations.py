@@ -10,7 +10,9 @@ from typing import Any
 
 #: Part → the constants that have it, and the value that takes it away. They are no settings: users need none of them.
 PARTS: Mapping[str, tuple[str, str, float]] = {
-    "bend": ("krylov_descent.flow.factored", "_BEND", 0.0),  # no acceleration is believed
+    "corrections": ("krylov_descent.flow.straight_steps", "_MOST", 0),  # steps are ηφ
+    "later-corrections": ("krylov_descent.flow.straight_steps", "_MOST", 1),  # geodesic acceleration
+    "reach": ("krylov_descent.flow.factored", "_FAR", math.inf),  # φ may be far longer than θ
     "gathering": ("krylov_descent.flow.step", "_WAIT", 1),  # damped steps at once
     "growth": ("krylov_descent.flow.step", "_OFTEN", 1.0),  # sketches keep their rows
     "large-rows": ("krylov_descent.flow.row_sampling", "_LARGE", math.inf),  # all rows are drawn alike

@@ -146,9 +146,9 @@ class StepReport(_Loss):
             and with ``DEEP`` earlier steps once A holds all samples. Empty without a basis.
         details: further numbers of the method. Those of GaussNewtonFlow are "fraction", the part η of its direction
             that the step followed, 0 if no part lowered the loss; "damping", λ of the direction; "rows", those of the
-            sketch; "removed", the share of the sampled residuals that the whole direction removes, to first order.
-            Those of ``Points`` are "draw", the number of the draw, and at every fifth step "held_out", the loss on
-            other points.
+            sketch; "removed", the share of the sampled residuals that the whole direction removes, to first order;
+            "reach", its length relative to that of the parameters. Those of ``Points`` are "draw", the number of the
+            draw, and at every fifth step "held_out", the loss on other points.
 
     Example:
         >>> import torch

@@ -35,7 +35,7 @@ from tests.experiments.pinn_records import write
         (["run", "burgers", "lm", "--seconds", "0"], "--seconds 0: must be above 0"),
         (["study", "burgers", "--methods", "sgd"], "There is no method 'sgd'"),
         (["study", "burgers", "--jobs", "0"], "--jobs 0: must be at least 1"),
-        (["ablate", "burgers", "--changes", "luck"], "There is no change 'luck'; there are without-bend"),
+        (["ablate", "burgers", "--changes", "luck"], "There is no change 'luck'; there are without-corrections"),
         (["tune", "sgd"], "sgd has nothing to tune; ksd-krylov"),
         (["table"], "There are no runs in .*pinn: make them with `python -m experiments pinn study"),
         (["figure"], "There are no runs in"),
@@ -175,11 +175,11 @@ def test_ablations_take_a_part_away_for_the_run_and_no_longer(tmp_path: Path, mo
     study.ablate(Plan(("wave",), seconds=30.0, seeds=1), (), tmp_path, 1)
     assert [task.name for task in started] == [f"wave 3x32 {change}-30s seed 0" for change in CHANGES]
     commands = {change: " ".join(task.command) for change, task in zip(CHANGES, started, strict=True)}
-    assert "without=bend" in commands["without-bend"]
+    assert "without=corrections" in commands["without-corrections"]
     assert "rows=1600" in commands["rows-1600"]
     assert "--dtype float32" in commands["ksd-rational-float32"]
     assert "--resample 10" in commands["ksd-rational-resample10"]
-    assert "--resample" not in commands["without-bend"]
+    assert "--resample" not in commands["without-corrections"]
     for part, (name, constants, value) in PARTS.items():
         module, names = importlib.import_module(name), constants.split()
         usual = [getattr(module, constant) for constant in names]

@@ -69,12 +69,12 @@ def test_changes_are_compared_with_the_same_seeds(tmp_path: Path) -> None:
     for seed, error in enumerate((1e-4, 1e-3)):
         write(tmp_path, "poisson2d", "ksd-rational", error, seed=seed)
         write(tmp_path, "wave", "ksd-rational", 10 * error, seed=seed)
-        write(tmp_path, "wave", "ksd-rational", 20 * 4**seed * error, seed=seed, label="without-bend-60s")
-    write(tmp_path, "poisson2d", "ksd-rational", 4e-4, label="without-bend-60s")
+        write(tmp_path, "wave", "ksd-rational", 20 * 4**seed * error, seed=seed, label="without-corrections-60s")
+    write(tmp_path, "poisson2d", "ksd-rational", 4e-4, label="without-corrections-60s")
     write(tmp_path, "wave", "ksd-rational", 5e-4, label="rows-800-60s")
     write(tmp_path, "wave", "ksd-rational", 5e-4, seed=7, label="rows-100-60s")  # the flow as it is lacks that seed
     found = rows(table(tmp_path), "GaussNewtonFlow changed in one thing")
-    assert found["60 s without-bend"] == ["4", "4 [2, 8]"]
+    assert found["60 s without-corrections"] == ["4", "4 [2, 8]"]
     assert found["60 s rows-800"] == ["–", "0.5"]
     assert found["60 s rows-100"] == ["–", "–"]
     assert "changed" not in table(tmp_path, ["ksd-rational"])

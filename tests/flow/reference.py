@@ -2,8 +2,7 @@
 
 Letters: θ [P] parameters, r [n] outputs, f loss, a function of r, and ½Σcθ² for weight decay c [P], S rows that are
 drawn with chances π, J [m, P] = π^-½ (∂²f/∂r²)^½ ∂r/∂θ of rows S, ρ [m] with Jᵀρ the gradient that they stand for, λ
-damping, φ direction, μ momentum, η length of a step, α acceleration. Outputs have one entry per row, and ∂²f/∂r² is
-diagonal.
+damping, φ direction, μ momentum, η length of a step. Outputs have one entry per row, and ∂²f/∂r² is diagonal.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -52,6 +51,15 @@ class Dense:
     rho: Tensor
 
 
+class Tried(NamedTuple):
+    """A step of length η, f there, the step, and after how many corrections it settled, if it did."""
+
+    eta: float
+    f: float
+    d: Tensor
+    settled: int | None
+
+
 class DenseFlow:
     """The flow from where the parameters of a closure are; moves them.
 
@@ -61,11 +69,11 @@ class DenseFlow:
         rows: m that is asked for.
         momentum: μ.
         decay: c of each parameter.
-        bends: whether α is used.
+        corrected: the most corrections of a step.
 
     Attributes:
         kinds: of all steps: "flow", "gathered" or "damped".
-        accelerated: whether α of each step was believed.
+        settled: after how many corrections each step settled; None if it did not.
         carried: to the next step.
     """
 
@@ -76,16 +84,16 @@ class DenseFlow:
         rows: int = 400,
         momentum: float = 0.9,
         decay: Sequence[float] | None = None,
-        bends: bool = True,
+        corrected: int = 5,
     ) -> None:
-        self.params, self.closure, self.momentum, self.bends = list(params), closure, momentum, bends
+        self.params, self.closure, self.momentum, self.corrected = list(params), closure, momentum, corrected
         each = [0.0] * len(self.params) if decay is None else decay
         self.c = torch.cat([p.new_full((p.numel(),), c) for p, c in zip(self.params, each, strict=True)])
         self.first_rows, self.most_rows = rows, max(rows, min(4 * rows, len(self.c)))
         self.last: Tensor | None = None  # the last step, or φ if none was taken
         self.carried: Carried | None = None
         self.kinds: list[str] = []
-        self.accelerated: list[bool] = []
+        self.settled: list[int | None] = []
 
     @property
     def theta(self) -> Tensor:
@@ -149,25 +157,40 @@ class DenseFlow:
         now, longest = self.begin(whole, float(J.square().sum()))
 
         carried = torch.zeros_like(here) if self.last is None else self.momentum * now.momentum_scale * self.last
+        if float(carried.norm()) > float(here.norm()):
+            carried *= here.norm() / carried.norm()
         phi = self.minimum(J, rho, carried, here, now.flow_damping)
+        far = float(phi.norm()) > float(here.norm())
         h = now.step_fraction
-        q = (u * (self.read(here + h * phi) - at.r)[S] - h * (J @ phi)) * 2 / h**2
-        alpha = self.minimum(J, q, torch.zeros_like(here), torch.zeros_like(here), now.flow_damping)
-        # The metric in which decay is damping: lengths are of one scale in it.
-        damping = (now.flow_damping + self.c).sqrt()
-        believed = bool(q.isfinite().all()) and float(h * (damping * alpha).norm()) <= 2 * float((damping * phi).norm())
-        self.accelerated.append(believed)
-        if not believed or not self.bends:
-            alpha = torch.zeros_like(alpha)
+
+        def tried(eta: float, near: Tried | None = None) -> Tried:
+            d = eta * phi
+            if near is not None:  # what corrects a step grows with its square
+                d = d + (near.d - near.eta * phi) * (eta / near.eta) ** 2
+            seen, off = [(self.loss(here + d), d)], [math.inf]
+            while True:
+                e = u * (self.read(here + d) - at.r)[S] - eta * (J @ phi)
+                off.append(float(e.norm()))
+                if off[-1] < 0.1 * max(float((rho + eta * (J @ phi)).norm()), 0.1 * float(rho.norm())):
+                    return Tried(eta, *min(seen, key=lambda x: x[0]), len(seen) - 1)
+                if len(seen) == self.corrected + 1 or not off[-1] <= 0.7 * off[-2]:
+                    break
+                d = d + self.minimum(J, e, torch.zeros_like(here), torch.zeros_like(here), now.flow_damping)
+                if not float((d - eta * phi).norm()) <= float((eta * phi).norm()):
+                    break
+                seen.append((self.loss(here + d), d))
+            return Tried(eta, *min(seen, key=lambda x: x[0]), None)
 
         lengths = [h * 2.0**k for k in range(5, -6, -1) if 2.0**-14 <= h * 2.0**k <= longest]
-        steps = [eta * phi + eta**2 / 2 * alpha for eta in lengths]
-        i, lowest = self.lowest(here, steps, lengths.index(h))
-        if lowest < at.f:
-            eta = lengths[i]
+        step = self.best(tried, lengths, h, at.f)
+        self.settled.append(step.settled)
+        if step.f < at.f:
+            eta = step.eta
             share = -float(rho @ J @ phi / (rho @ rho))
             wanted = (2.0**-6, 2.0**-4) if share >= 0.9 else (2.0**-8, 0.0)
             factor = 2.0 if eta < wanted[0] else 0.5 if eta > wanted[1] else 1.0
+            if far and eta < 0.5:
+                factor = 4.0
             after = replace(
                 now,
                 flow_damping=factor * now.flow_damping,
@@ -175,14 +198,20 @@ class DenseFlow:
                 momentum_scale=max(0.0, 1 / eta - 1),
                 rejected_in_a_row=0.0,
             )
-            return self.end("flow", here, steps[i], after)
+            return self.end("flow", here, step.d, after)
         shorter = max(h / 2, 2.0**-14)
         if now.rejected_in_a_row < 7:
             return self.end(
                 "gathered",
                 here,
                 None,
-                replace(now, step_fraction=shorter, momentum_scale=1.0, rejected_in_a_row=now.rejected_in_a_row + 1),
+                replace(
+                    now,
+                    flow_damping=(4 if far else 1) * now.flow_damping,
+                    step_fraction=shorter,
+                    momentum_scale=1.0,
+                    rejected_in_a_row=now.rejected_in_a_row + 1,
+                ),
                 phi,
             )
         dampings = [now.lm_damping * 3.0**k for k in range(-4, 5)]
@@ -199,6 +228,30 @@ class DenseFlow:
             lm_damping=dampings[i],
         )
         return self.end("damped", here, steps[i], after)
+
+    def best(self, tried: Callable[..., Tried], lengths: Sequence[float], h: float, f: float) -> Tried:
+        """From h: longer steps as long as they are lower and settle quickly, or else shorter ones, or else twice h."""
+        first = best = tried(h)
+        if first.settled is not None and first.settled <= 3:
+            for eta in sorted(x for x in lengths if x > h):
+                longer = tried(eta, best)
+                if longer.f >= best.f:
+                    return best
+                best = longer
+                if best.settled is None or best.settled > 3:
+                    return best
+            return best
+        if first.settled is not None and first.f < f:
+            return first
+        for eta in sorted((x for x in lengths if x < h), reverse=True):
+            shorter = tried(eta, best if math.isfinite(best.f) else None)
+            if math.isfinite(best.f) and shorter.f >= best.f:
+                break
+            best = shorter
+        if best is first and 2 * h in lengths:
+            longer = tried(2 * h, best)
+            best = longer if longer.f < best.f else best
+        return best
 
     def minimum(self, J: Tensor, rho: Tensor, carried: Tensor, pulled: Tensor, lam: float) -> Tensor:
         """argmin over φ of ‖Jφ + ρ‖² + λ‖φ − carried‖² + Σc(φ + pulled)², of its rows one under the other."""
@@ -233,7 +286,7 @@ class DenseFlow:
             length = now.step_fraction
             while length > longest:
                 length /= 2
-            damping = min(max(now.flow_damping, least * trace), 1e-5 * trace)
+            damping = min(max(now.flow_damping, least * trace), 1e-2 * trace)
             now = replace(
                 now,
                 flow_damping=damping,

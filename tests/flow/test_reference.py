@@ -1,7 +1,8 @@
-"""Each flow step agrees with dense algebra: direction, geodesic acceleration, lengths, dampings, and momentum."""
+"""Each flow step agrees with dense algebra: direction, corrections, lengths, dampings, and momentum."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -43,7 +44,7 @@ few_points, spiked, smooth = curve(12, 4.0), curve(40, 4.0, 6.0), curve(40, 2.0)
 
 def noise() -> tuple[nn.Module, Closure]:
     """Near the best fit of what is mostly noise: a few rows want to fit theirs, and the flow leads nowhere."""
-    torch.manual_seed(8)
+    torch.manual_seed(5)
     model, x = nn.Linear(8, 1, bias=False).double(), torch.randn(24, 8, dtype=F64)
     y = x.sum(1, keepdim=True) + torch.randn(24, 1, dtype=F64)
     best = torch.linalg.lstsq(x, y).solution
@@ -144,10 +145,10 @@ def test_steps_with_all_rows(problem: Problem, sketches: list[Sketch]) -> None:
     torch.testing.assert_close(sides[0].path[0], sides[1].path[0])
     assert apart(sides[0].path[1], sides[1].path[1]) > 1e-3
     for side in sides:
-        assert len(set(side.length)) > 3
+        assert len(set(side.length)) > 2
         assert len(set(side.damping)) > 2
-        assert side.reference.accelerated.count(True) > 3
-        assert not all(side.reference.accelerated)  # too much of a bend to be believed
+        assert len(set(side.reference.settled)) > 2
+        assert None in side.reference.settled
         assert set(side.reference.kinds) == {"flow"}
 
 
@@ -159,16 +160,16 @@ def test_steps_with_rows_that_were_drawn(problem: Problem, rows: int, sketches: 
     if problem is smooth:
         assert max(sides[0].length) == 0.5
     else:
-        assert min(sides[0].length) < 2.0**-8  # where λ grows
+        assert any(b > 3 * a for a, b in itertools.pairwise(sides[0].damping))  # where φ is far longer than θ
 
 
-def test_the_bend_of_the_flow_matters(sketches: list[Sketch]) -> None:
+def test_corrections_matter(sketches: list[Sketch]) -> None:
     side = Side(few_points, 400, 0.9).follow(8, sketches)
     model, closure = few_points()
-    straight = DenseFlow(list(model.parameters()), closure, bends=False)
+    plain = DenseFlow(list(model.parameters()), closure, corrected=0)
     for _ in range(8):
-        straight.step()
-    assert apart(side.path[-1], straight.theta) > 1e-3
+        plain.step()
+    assert apart(side.path[-1], plain.theta) > 1e-3
 
 
 @pytest.mark.parametrize("decay", [(1e-3,) * 4, (1e-3, 0.0, 1e-2, 0.0)], ids=["even", "groups"])
@@ -188,7 +189,7 @@ def test_steps_that_gather_and_damped_steps(sketches: list[Sketch]) -> None:
     assert all(torch.equal(path[k], path[at - 8]) for k in range(at - 7, at))
     assert apart(path[at], path[at - 1]) > 1e-3
     assert "flow" in kinds[at:]
-    assert sorted({len(sketch.J) for sketch in sketches}) == [2, 3, 4]
+    assert {2, 3, 4} <= {len(sketch.J) for sketch in sketches}
 
 
 @pytest.mark.parametrize(("problem", "rows"), [(curve(12, 1.0), 12), (smooth, 5)], ids=["all", "some"])

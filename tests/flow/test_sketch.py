@@ -624,7 +624,7 @@ def test_outputs_of_other_shapes_at_every_call_are_refused() -> None:
 
     sketch = Sketcher(3).draw(objective_of(model, closure), [Microbatch(None, None)], (0,))
     with pytest.raises(ValueError, match="must return the same outputs"):
-        sketch.change()
+        sketch.look()[1]
 
 
 @pytest.mark.parametrize("problem", [pinn, classifier, joined, inverse])
@@ -672,7 +672,7 @@ def test_micro_batches_are_weighted_as_their_means_are() -> None:
     torch.testing.assert_close(sketch.J.T @ sketch.rho, g)
     # For squared errors ρ is the outputs themselves, up to what they are compared with.
     objective.move_to(objective.point() + 0.1)
-    torch.testing.assert_close(sketch.change(), Sketcher(1000).draw(objective, batches, (0,)).rho - sketch.rho)
+    torch.testing.assert_close(sketch.look()[1], Sketcher(1000).draw(objective, batches, (0,)).rho - sketch.rho)
 
 
 @pytest.mark.parametrize("problem", [pinn, classifier, sequence, joined, inverse])
@@ -680,12 +680,12 @@ def test_the_change_of_the_outputs_is_what_their_rows_say(problem: Callable[[], 
     model, closure = problem()
     objective = objective_of(model, closure)
     sketch = Sketcher(12).draw(objective, [Microbatch(None, None)], (0,))
-    assert not bool(sketch.change().any())
+    assert not bool(sketch.look()[1].any())
     here, d = objective.point(), torch.randn(sketch.J.shape[1], dtype=F64)
     errors = []
     for h in (1e-3, 1e-4):
         objective.move_to(here + h * d)
-        errors.append(float((sketch.change() / h - sketch.J @ d).norm() / (sketch.J @ d).norm()))
+        errors.append(float((sketch.look()[1] / h - sketch.J @ d).norm() / (sketch.J @ d).norm()))
     assert errors[1] < 0.2 * errors[0] < 0.1
 
 
@@ -757,7 +757,7 @@ def test_closures_that_return_only_what_depends_on_parameters() -> None:
     sketch = Sketcher(1000).draw(objective, [Microbatch(None, None)], (0,))
     objective.move_to(objective.point() + 0.1)
     torch.testing.assert_close(
-        sketch.change(), Sketcher(1000).draw(objective, [Microbatch(None, None)], (0,)).rho - sketch.rho
+        sketch.look()[1], Sketcher(1000).draw(objective, [Microbatch(None, None)], (0,)).rho - sketch.rho
     )
 
 

@@ -1,8 +1,8 @@
-"""Steps of a sketched Gauss–Newton matrix for any damping: flow direction, geodesic acceleration, damped steps.
+"""Steps of a sketched Gauss–Newton matrix for any damping: flow direction, damped steps.
 
 Letters: J [m, P] sketch, ρ [m] with Jᵀρ its part of the gradient, g [P] gradient, K = JJᵀ = RᵀR [m, m], λ damping,
-φ [P] direction, η length of a step along it, α [P] its acceleration. P counts this rank's part of the parameters;
-``comm.sum`` adds inner products over the ranks. The functions are independent of any model.
+φ [P] direction, η length of a step along it. P counts this rank's part of the parameters; ``comm.sum`` adds inner
+products over the ranks. The functions are independent of any model.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from krylov_descent.vectors.products import length
 
 _ENOUGH = 0.9  # share of the residuals that φ is to remove
 _WANTED, _SHORTEST = 2.0**-5, 2.0**-8  # target of η, within a factor of two; the shortest while φ removes too little
-_BEND = 2.0  # largest accepted ratio h‖α‖/‖φ‖
+_LONG = 0.5  # η of a direction that need not be shorter
+_FAR, _RAISED = 1.0, 4.0  # length of φ relative to θ beyond which λ is raised, and the factor
 
 
 class Factored:
@@ -99,46 +100,40 @@ def damped_steps(sketch: Factored, g: Tensor, lam: Tensor) -> Tensor:
     return -sketch.unseen(g, lam) / lam[:, None].to(g)
 
 
-def acceleration(sketch: Factored, phi: Tensor, h: float, change: Callable[[], Tensor], lam: Tensor) -> Tensor:
-    """Return the geodesic acceleration α [P], with which outputs move straight as the parameters follow ηφ + ½η²α.
-
-    From θ to θ + hφ the outputs change by hJφ + ½h²q, with q their second derivative along φ; α cancels q: Jα = −q.
-
-    Args:
-        sketch: J.
-        phi: φ.
-        h: the step of the finite difference along φ.
-        change: returns the change of the outputs from θ to θ + hφ [m].
-        lam: λ [1].
-    """
-    straight = sketch.along(phi)
-    q = (change() - h * straight) * (2 / h**2)
-    if not bool(q.isfinite().all()):
-        return torch.zeros_like(phi)
-    alpha = -sketch.solved(q, lam)[0]
-    bend, straight_length = h * sketch.norm(alpha), sketch.norm(phi)
-    return alpha if bend <= _BEND * straight_length else torch.zeros_like(phi)
-
-
 def removed(sketch: Factored, rho: Tensor, phi: Tensor) -> float:
     """Return −ρᵀJφ/ρᵀρ, the share of the residuals that φ removes, to first order."""
     square = float(rho @ rho)
     return -float(rho @ sketch.along(phi)) / square if square > 0 else 1.0
 
 
-def new_damping(damping: float, fraction: float, share: float) -> float:
+def raised(damping: float, reach: float) -> float:
+    """Return λ, larger if φ is far longer than θ, ``reach`` times."""
+    return _RAISED * damping if reach > _FAR else damping
+
+
+def within_reach(v: Tensor, theta: Tensor, norm: Callable[[Tensor], float]) -> Tensor:
+    """Return v, shortened if it is longer than φ may be."""
+    return v * min(1.0, _FAR * norm(theta) / max(norm(v), 1e-300))
+
+
+def new_damping(damping: float, fraction: float, share: float, reach: float) -> float:
     """Return λ of the next step, after a step of fraction η along a φ that removes this share of the residuals.
 
     A larger λ makes φ shorter, so that a larger fraction of it lowers the loss; it leaves residuals of little curvature
     behind, which a later φ has to remove, and that one is long. So λ grows while steps are short and φ removes enough,
-    and shrinks while it does not.
+    and shrinks while it does not. Short steps along a φ far longer than θ, ``reach`` times, lead to large weights,
+    from where training is slow for good: λ grows fast.
 
     Example:
-        >>> new_damping(1.0, 2.0**-7, 0.99), new_damping(1.0, 2.0**-5, 0.99), new_damping(1.0, 2.0**-3, 0.99)
-        (2.0, 1.0, 0.5)
-        >>> new_damping(1.0, 2.0**-9, 0.5), new_damping(1.0, 2.0**-7, 0.5)
+        >>> new_damping(1.0, 2.0**-7, 0.99, 0.1), new_damping(1.0, 2.0**-5, 0.99, 0.1)
+        (2.0, 1.0)
+        >>> new_damping(1.0, 2.0**-9, 0.5, 0.1), new_damping(1.0, 2.0**-7, 0.5, 0.1)
         (2.0, 0.5)
+        >>> new_damping(1.0, 2.0**-7, 0.5, 3.0)
+        4.0
     """
+    if reach > _FAR and fraction < _LONG:
+        return raised(damping, reach)
     if share < _ENOUGH:
         return 2 * damping if fraction < _SHORTEST else damping / 2
     return 2 * damping if fraction < _WANTED / 2 else damping / 2 if fraction > 2 * _WANTED else damping

@@ -34,8 +34,9 @@ class GaussNewtonFlow(CurvatureOptimizer):
     - Rows: a Gauss–Newton matrix of row-subsampled residuals, solved in the space of rows (Chen & Heyl 2024).
     - Momentum: φ = argmin ‖Jφ + ρ‖² + λ‖φ − μφ_prev‖², as in SPRING (Goldshlager, Abrahamsen & Lin 2024), includes the
       rows of about the last 1/(1 − μ) steps.
-    - Geodesic acceleration: the step ηφ + ½η²α follows the curvature of the residuals (Transtrum & Sethna 2012).
-    - Short steps: the fraction η of the direction is chosen to lower the loss, and is mostly a few hundredths. All
+    - Corrections: a step is corrected until the residuals shrink straight; the first correction is geodesic
+      acceleration (Transtrum & Sethna 2012).
+    - Short steps: the fraction η of the direction is chosen to lower the loss, and is mostly about a tenth. All
       residuals then shrink alike, as along the Gauss–Newton flow dθ/dt = φ. λ and η adapt; if no fraction lowers the
       loss for several steps, Levenberg–Marquardt steps are tried.
 

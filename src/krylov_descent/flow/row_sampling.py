@@ -194,7 +194,6 @@ class BatchRows:
 
     def __init__(self) -> None:
         self._writers: dict[tuple[int | None, Shapes], RowWriter] = {}
-        self._plainly = True  # the closure returns all outputs in a pass without a graph, too
         self._kept = True  # activations are kept, not recomputed by checkpointing, which would lose the taps
         self.told_size = False  # the note on a sketch larger or smaller than wanted was given
         self.told_slow = False  # the note on a backward pass for each row was given
@@ -262,13 +261,10 @@ class BatchRows:
         taps = Taps(objective.parameters.params)
         return _evaluated(objective, batch, taps if self._kept else nullcontext()), taps
 
-    def change(self, objective: Objective, batch: Microbatch, part: Part) -> Tensor:
+    def change(self, objective: Objective, batch: Microbatch, part: Part, evaluation: Evaluation) -> Tensor:
         """Return the change of one micro-batch's outputs; some closures drop outputs without a graph, and get one."""
-        if self._plainly:
-            evaluation = objective.forward(batch)
-            if shapes_of(evaluation) == part.shapes:
-                return part.change(evaluation)
-            self._plainly = False
+        if shapes_of(evaluation) == part.shapes:
+            return part.change(evaluation)
         return part.change(_evaluated(objective, batch))
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from krylov_descent.distributed import Comm, added, defer_error
 from krylov_descent.flow.row_sampling import BatchRows, Part, TappedGraph, room
-from krylov_descent.objective.closure import require_weight
+from krylov_descent.objective.closure import Evaluation, require_weight
 from krylov_descent.objective.objective import Objective
 from krylov_descent.safety.budget import at_hand, share
 from krylov_descent.samples.subsets import Microbatch
@@ -97,7 +97,7 @@ class Sketch:
         J: this rank's columns [m, P_local] of the rows of all ranks.
         rho: ρ [m].
         whole: whether no row was left out, so that JᵀJ and Jᵀρ are exact.
-        change: returns uᵀ(z − z₀) [m], the change of the outputs from the sketch to the current parameters.
+        look: returns f on B and uᵀ(z − z₀) [m], the change of the outputs from the sketch to the current parameters.
         note: a note for the report, or "".
         slow: the fraction of this rank's rows that took a backward pass each.
         why: the reason why they did.
@@ -106,7 +106,7 @@ class Sketch:
     J: Tensor
     rho: Tensor
     whole: bool
-    change: Callable[[], Tensor]
+    look: Callable[[], tuple[float, Tensor]]
     note: str = ""
     slow: float = 0.0
     why: str = ""
@@ -160,15 +160,14 @@ class Sketcher:
             placed[start : start + len(x)] = x
             return comm.total(placed)
 
-        def change() -> Tensor:
+        def look() -> tuple[float, Tensor]:
             found: list[Tensor] = []
 
-            def work() -> None:
-                found.extend(of_batches.change(objective, b, part) for b, part in zip(batches, parts, strict=True))
+            def see(batch: Microbatch, evaluation: Evaluation) -> None:
+                found.append(of_batches.change(objective, batch, parts[len(found)], evaluation))
 
-            failure = defer_error(comm, work)
-            added(comm, 0.0, failure)
-            return gathered(torch.cat([none[:0], *found]))
+            f = objective.value(batches, see).mean
+            return f, gathered(torch.cat([none[:0], *found]))
 
         if comm.ranks == 1 and len(parts) == 1:
             J = parts[0].J
@@ -183,7 +182,7 @@ class Sketcher:
         if (few or m > 2 * self.rows) and not of_batches.told_size:
             of_batches.told_size = True
             note = f"{note} {(_FEW if few else _MANY).format(m, self.rows)}".strip()
-        return Sketch(J, gathered(rho), whole, change, note, one_by_one, why)
+        return Sketch(J, gathered(rho), whole, look, note, one_by_one, why)
 
 
 def finite_rows(sketch: Sketch, comm: Comm) -> Sketch:
@@ -193,7 +192,12 @@ def finite_rows(sketch: Sketch, comm: Comm) -> Sketch:
     keep = sizes.isfinite() & rho.isfinite()
     if bool(keep.all()):
         return sketch
-    return Sketch(J[keep], rho[keep], False, lambda: sketch.change()[keep], sketch.note)
+
+    def look() -> tuple[float, Tensor]:
+        f, change = sketch.look()
+        return f, change[keep]
+
+    return Sketch(J[keep], rho[keep], False, look, sketch.note)
 
 
 def _where(comm: Comm, rows: int) -> tuple[int, int]:

@@ -1,14 +1,15 @@
 """One step of the sketched Gauss–Newton flow.
 
 Letters: J [m, P] sketch, ρ [m] with Jᵀρ its part of the gradient, g [P] gradient on A, λ damping, φ [P] the flow's
-direction, μ momentum, η the fraction of φ that a step follows, α [P] the geodesic acceleration, c weight decay. Vectors
-are this rank's parts [P_local]; ``comm.sum`` completes inner products.
+direction, μ momentum, η the fraction of φ that a step follows, c weight decay. Vectors are this rank's parts [P_local];
+``comm.sum`` completes inner products.
 
 A step samples Jacobian rows on B and tries these candidates in turn, judged by the loss on C:
 
-- Flow steps ηφ + ½η²α with φ = argmin ‖Jφ + ρ‖² + λ‖φ − μφ_prev‖²: a short step, curved by α, along the Gauss–Newton
-  direction of the rows of about the last 1/(1 − μ) steps. All residuals then shrink alike, whatever their curvature;
-  steps of greatest decrease would fit the stiff residuals first and end in a valley.
+- Flow steps: a fraction ηφ of φ = argmin ‖Jφ + ρ‖² + λ‖φ − μφ_prev‖², the Gauss–Newton direction of the rows of about
+  the last 1/(1 − μ) steps, corrected so that residuals shrink straight (flow/straight_steps.py). All residuals then
+  shrink alike, whatever their curvature; steps of greatest decrease would fit the stiff residuals first and end in a
+  valley.
 - Damped (Levenberg–Marquardt) steps −(JᵀJ + λ)⁻¹g for a grid of λ, if the flow fails: they use the whole gradient, so
   that enough damping always descends. If none of them does, BFGS searches the span of all these vectors.
 
@@ -16,21 +17,31 @@ If no flow step lowers the loss on C, φ fits too few rows: the parameters stay,
 ("gathering"). Damped steps are tried only after several such steps in a row. If gathering is frequent, m grows.
 
 λ of the flow follows η and the share of ρ that φ removes: it grows while only short steps lower the loss, and shrinks
-if long ones do or if residuals are left behind. η is at most a half; with a sketch of all rows it may be larger.
+if long ones do or if residuals are left behind. It also grows while φ is far longer than θ. η is at most a half; with a
+sketch of all rows it may be larger.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from krylov_descent.flow.factored import Factored, acceleration, damped_steps, flow_direction, new_damping, removed
+from krylov_descent.flow.factored import (
+    Factored,
+    damped_steps,
+    flow_direction,
+    new_damping,
+    raised,
+    removed,
+    within_reach,
+)
 from krylov_descent.flow.row_sampling import TappedGraph
 from krylov_descent.flow.sketch import Sketcher, finite_rows, sketch_bytes
+from krylov_descent.flow.straight_steps import StraightSteps
 from krylov_descent.krylov.orthonormal_basis import spanned_basis
 from krylov_descent.krylov.search import LineEvaluator, Search, SearchStart
 from krylov_descent.objective.objective import Objective
@@ -42,7 +53,7 @@ from krylov_descent.stepping.search_result import SearchResult, at_rest, take
 from krylov_descent.stepping.step_log import StepLog
 from krylov_descent.vectors.storage import BasisStorage
 
-_FIRST, _LEAST, _MOST = 1e-6, 1e-18, 1e-5  # λ of the flow, relative to the trace of K: at first, and its bounds
+_FIRST, _LEAST, _MOST = 1e-6, 1e-18, 1e-2  # λ of the flow, relative to the trace of K: at first, and its bounds
 _SHORTEST = 2.0**-14
 _LONGEST = 0.5  # bound of η
 _LONGEST_WHOLE, _LEAST_WHOLE = 2.0, 1e-14  # with all rows in the sketch: bounds of η and λ
@@ -161,28 +172,12 @@ def flow_step(
     )
 
 
-@dataclass(frozen=True, eq=False)
-class CandidateLine:
-    """Candidate steps ordered by length, along which the loss is expected to have one minimum.
-
-    Attributes:
-        steps: functions that return the steps [P_local], longest first.
-        first: the index of the step to try first.
-        then: the adaptation after each step, if it is taken.
-    """
-
-    steps: tuple[Callable[[], Tensor], ...]
-    first: int
-    then: tuple[Adaptation, ...]
-
-
 class Flow:
     """The sketch and direction of one step, and its candidates.
 
     Attributes:
         adaptation: the adapted numbers, bounded relative to the trace of this sketch.
         phi: φ.
-        alpha: α.
         details: numbers for the step's report.
     """
 
@@ -192,7 +187,8 @@ class Flow:
         last = at.last_step if state.direction is None else state.direction
         most = most_rows(settings.rows, settings.memory_budget, objective)
         rows = min(max(settings.rows, known.rows if known else 0), most)
-        drawn = Sketcher(rows).draw(objective, at.b, (at.key.seed, at.key.iteration), at.gathered)
+        self._b = at.b
+        drawn = Sketcher(rows).draw(objective, self._b, (at.key.seed, at.key.iteration), at.gathered)
         at.gathered = None
         self._sketch = finite_rows(drawn, comm)
         self._factored = Factored(self._sketch.J, comm)
@@ -204,23 +200,24 @@ class Flow:
         self.details = {"fraction": 0.0, "damping": adaptation.flow_damping, "rows": float(len(self._sketch.J))}
         self._longest = longest
         self._last = last
-        scale = self.adaptation.momentum_scale * settings.momentum
-        self.phi, self.alpha = self._direction(None if last is None or not scale else last * scale)
-        self._removed = removed(self._factored, self._sketch.rho, self.phi)
-        self.details["removed"] = self._removed
+        scale, norm, theta = self.adaptation.momentum_scale * settings.momentum, self._factored.norm, objective.point()
+        carried = None if last is None or not scale else within_reach(last * scale, theta, norm)
+        self.phi, self._correct = self._direction(carried, theta)
+        self.details["removed"] = removed(self._factored, self._sketch.rho, self.phi)
+        self.details["reach"] = norm(self.phi) / max(norm(theta), 1e-300)
         at.notes += filter(None, [drawn.note or note, "" if len(self._sketch.J) == len(drawn.J) else _NOT_FINITE])
 
-    def _direction(self, carried: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return φ and α, with the decay as curvature c and residual cθ: (JᵀJ + λ + c)φ = −Jᵀρ − cθ + λμφ_prev.
+    def _direction(self, carried: Tensor | None, theta: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+        """Return φ and e → −(JᵀJ + λ + c)⁻¹Jᵀe, with the decay as curvature c and residual cθ.
 
-        If groups decay differently, the coordinates are √(λ + c)φ, in which the damping is 1 everywhere.
+        (JᵀJ + λ + c)φ = −Jᵀρ − cθ + λμφ_prev. If groups decay differently, the coordinates are √(λ + c)φ, in which the
+        damping is 1 everywhere.
         """
         objective, sketch, factored = self._objective, self._sketch, self._factored
-        lam, h = self.adaptation.flow_damping, self.adaptation.step_fraction
-        decay, here = objective.parameters.decay, objective.point()
-        c, pull = torch.zeros_like(here), torch.zeros_like(here)
+        lam, decay = self.adaptation.flow_damping, objective.parameters.decay
+        c, pull = torch.zeros_like(theta), torch.zeros_like(theta)
         if any(decay):
-            objective.add_decay(c, torch.ones_like(here))
+            objective.add_decay(c, torch.ones_like(theta))
             objective.add_decay(pull)
             carried = -pull / (lam + c) if carried is None else (lam * carried - pull) / (lam + c)
         unlike, damping = len(set(decay)) > 1, lam + max(decay, default=0.0)
@@ -231,18 +228,15 @@ class Flow:
         lams = torch.tensor([damping], dtype=torch.float64, device="cpu")
         phi = flow_direction(factored, sketch.rho, carried, lams)
 
-        def change() -> Tensor:
-            objective.move_to(here + h * (phi / root if unlike else phi))
-            changed = sketch.change()
-            objective.move_to(here)
-            return changed
+        def correct(e: Tensor) -> Tensor:
+            d = -factored.solved(e, lams)[0]
+            return d / root if unlike else d
 
-        alpha = acceleration(factored, phi, h, change, lams)
-        return (phi / root, alpha / root) if unlike else (phi, alpha)
+        return phi / root if unlike else phi, correct
 
     def descend(self, lines: LineEvaluator) -> tuple[SearchResult, Adaptation, Tensor | None]:
-        """Return the best step of the first line that lowers the loss, the adaptation, and φ if rows are gathered."""
-        at, known = self._at, self.adaptation
+        """Return the first step that lowers the loss, the adaptation, and φ if rows are gathered."""
+        at, known, details = self._at, self.adaptation, self.details
         evaluations = 0
 
         def value(d: Tensor | None = None) -> float:
@@ -251,51 +245,49 @@ class Flow:
             v = lines.value(d)
             return v if math.isfinite(v) else math.inf
 
+        def look(d: Tensor) -> tuple[float, Tensor]:
+            nonlocal evaluations
+            evaluations += 1
+            lines.move(d)
+            v, change = self._sketch.look()
+            if lines.batches is not self._b:
+                v = value(d)
+            return (v if math.isfinite(v) else math.inf), change
+
+        def taken(d: Tensor, lowest: float) -> SearchResult:
+            return SearchResult(d, before, lowest, 0, evaluations, StopReason.CANDIDATE, exact=True)
+
         before = at.losses.mean if at.sets.searches_all else value()
-        for number, line in enumerate(self._lines()):
-            i, lowest, d = descend_line(line, value)
-            if lowest < before:
-                self.details["fraction"] = 0.0 if number else line.then[i].step_fraction
-                found = SearchResult(d, before, lowest, 0, evaluations, StopReason.CANDIDATE, exact=True)
-                return found, line.then[i], None
+        fractions = _fractions(known.step_fraction, self._longest)
+        step = self._steps(look).lowest(fractions, fractions.index(known.step_fraction), before)
+        if step.loss < before:
+            eta = details["fraction"] = step.fraction
+            damping = new_damping(known.flow_damping, eta, details["removed"], details["reach"])
+            scale = max(0.0, 1 / eta - 1)  # (1 − η)φ is left
+            then = replace(known, flow_damping=damping, step_fraction=eta, momentum_scale=scale, rejected_in_a_row=0)
+            return taken(step.d, step.loss), then, None
         shorter = max(known.step_fraction / 2, _SHORTEST)
-        if self._patient:
-            waiting = replace(known, step_fraction=shorter, momentum_scale=1.0)
+        if known.rejected_in_a_row + 1 < _WAIT:
+            damping = raised(known.flow_damping, details["reach"])
+            waiting = replace(known, flow_damping=damping, step_fraction=shorter, momentum_scale=1.0)
             waiting = replace(waiting, rejected_in_a_row=known.rejected_in_a_row + 1)
             phi = self.phi if bool(self.phi.isfinite().all()) else None
             return SearchResult(None, before, before, 0, evaluations, StopReason.GATHERING), waiting, phi
         lost = replace(known, step_fraction=shorter, momentum_scale=0.0, rejected_in_a_row=0)
+        i, lowest, d = descend_line(tuple(self._damped_steps()), _DAMPED // 2, value)
+        if lowest < before:
+            return taken(d, lowest), replace(lost, lm_damping=self._dampings[i]), None
         found = self._searched(lines)
         found = replace(found, evaluations=found.evaluations + evaluations)
         return found, replace(lost, lm_damping=self._dampings[-1]), None
 
-    @property
-    def _patient(self) -> bool:
-        """Whether the flow may gather rows once more."""
-        return self.adaptation.rejected_in_a_row + 1 < _WAIT
+    def _steps(self, look: Callable[[Tensor], tuple[float, Tensor]]) -> StraightSteps:
+        straight = self._factored.along(self.phi)
+        return StraightSteps(self.phi, self._sketch.rho, straight, self._correct, look, self._factored.norm)
 
     @property
     def _dampings(self) -> list[float]:
         return [self.adaptation.lm_damping * _RATIO ** (i - _DAMPED // 2) for i in range(_DAMPED)]
-
-    def _lines(self) -> Iterator[CandidateLine]:
-        """Yield flow steps, and damped steps if the flow has failed for several steps."""
-        known, phi, alpha = self.adaptation, self.phi, self.alpha
-        fractions = _fractions(known.step_fraction, self._longest)
-        yield CandidateLine(
-            tuple(lambda eta=eta: eta * phi + eta**2 / 2 * alpha for eta in fractions),  # type: ignore[misc]
-            fractions.index(known.step_fraction),
-            tuple(_after(known, eta, self._removed) for eta in fractions),
-        )
-        if self._patient:
-            return
-        shorter = max(known.step_fraction / 2, _SHORTEST)
-        lost = replace(known, step_fraction=shorter, momentum_scale=0.0, rejected_in_a_row=0)
-        yield CandidateLine(
-            tuple(lambda d=d: d for d in self._damped_steps()),  # type: ignore[misc]
-            _DAMPED // 2,
-            tuple(replace(lost, lm_damping=lam) for lam in self._dampings),
-        )
 
     def _damped_steps(self) -> Tensor:
         assert self._at.g is not None
@@ -303,9 +295,9 @@ class Flow:
         return damped_steps(self._factored, self._at.g, lams)
 
     def _searched(self, lines: LineEvaluator) -> SearchResult:
-        """Run BFGS over the span of φ, α, the damped steps, g and the last step, whitened by the sketch."""
+        """Run BFGS over the span of φ, the damped steps, g and the last step, whitened by the sketch."""
         at, J = self._at, self._sketch.J
-        vectors = [v for v in (self.phi, self.alpha, *self._damped_steps(), at.g, self._last) if v is not None]
+        vectors = [v for v in (self.phi, *self._damped_steps(), at.g, self._last) if v is not None]
         room = min(len(vectors), self._objective.parameters.count)
         V = BasisStorage(room, vectors[0])
         subspace = spanned_basis(
@@ -326,26 +318,23 @@ def most_rows(first: int, budget: int | None, objective: Objective) -> int:
 _NOT_FINITE = "Rows of the Jacobian were not finite; they were left out."
 
 
-def descend_line(line: CandidateLine, value: Callable[[Tensor], float]) -> tuple[int, float, Tensor]:
-    """Return the index, loss and vector of the best step: from the first, towards shorter or else longer ones."""
-    seen: dict[int, tuple[float, Tensor]] = {}
+def descend_line(steps: Sequence[Tensor], first: int, value: Callable[[Tensor], float]) -> tuple[int, float, Tensor]:
+    """Return the index, loss and vector of the best step, longest first: from one, towards shorter or else longer."""
+    seen: dict[int, float] = {}
 
     def at(i: int) -> float:
-        if not 0 <= i < len(line.steps):
+        if not 0 <= i < len(steps):
             return math.inf
         if i not in seen:
-            d = line.steps[i]()
-            seen[i] = value(d), d
-            for j in [j for j in seen if abs(j - i) > 1]:  # free vectors [P]
-                seen[j] = seen[j][0], d[:0]
-        return seen[i][0]
+            seen[i] = value(steps[i])
+        return seen[i]
 
-    i = line.first
-    while i + 1 < len(line.steps) and (at(i + 1) < at(i) or math.isinf(at(i))):  # a long step may overflow
+    i = first
+    while i + 1 < len(steps) and (at(i + 1) < at(i) or math.isinf(at(i))):  # a long step may overflow
         i += 1
-    while i <= line.first and at(i - 1) < at(i):
+    while i <= first and at(i - 1) < at(i):
         i -= 1
-    return i, at(i), seen[i][1]
+    return i, at(i), steps[i]
 
 
 def reduced_curvature(J: Tensor, V: BasisStorage, objective: Objective) -> Tensor:
@@ -359,13 +348,6 @@ def reduced_curvature(J: Tensor, V: BasisStorage, objective: Objective) -> Tenso
             objective.add_decay(w, v)
             H[i] += comm.sum(V.dots(w))
     return H
-
-
-def _after(known: Adaptation, eta: float, share: float) -> Adaptation:
-    """Return the adaptation after a step of fraction η of a φ that removes this share; (1 − η)φ of it is left."""
-    damping = new_damping(known.flow_damping, eta, share)
-    scale = max(0.0, 1 / eta - 1)
-    return replace(known, flow_damping=damping, step_fraction=eta, momentum_scale=scale, rejected_in_a_row=0)
 
 
 def _bounded(trace: float, longest: float, least: float, known: Adaptation | None) -> Adaptation:

@@ -30,10 +30,14 @@ from krylov_descent.stepping.search_result import SearchResult
 
 
 class LineEvaluator:
-    """Evaluates the objective along lines; moves the parameters to trial points and leaves them there."""
+    """Evaluates the objective along lines; moves the parameters to trial points and leaves them there.
+
+    Attributes:
+        batches: the micro-batches that it evaluates.
+    """
 
     def __init__(self, objective: Objective, batches: Sequence[Microbatch]) -> None:
-        self._objective, self._batches = objective, batches
+        self._objective, self.batches = objective, batches
         self._origin = objective.parameters.read()  # where the line begins
         self._direction: Tensor | None = None
         self._alpha = 0.0
@@ -44,18 +48,22 @@ class LineEvaluator:
         """Return f and this rank's part of ∇f [P_local] where the first line begins."""
         if self._evaluations:
             self._objective.parameters.write(self._origin)
-        losses, g = self._objective.value_and_gradient(self._batches)
+        losses, g = self._objective.value_and_gradient(self.batches)
         self._count()
         return losses.mean, g
 
     def value(self, p: Tensor | None = None) -> float:
         """Return f at origin + p, or at the origin, by forward passes; p is this rank's part [P_local]."""
-        objective = self._objective
         if p is not None:
-            objective.parameters.write(self._origin, objective.comm.all_gather(p, objective.parameters.numel), 1.0)
-        value = objective.value(self._batches).mean
+            self.move(p)
+        value = self._objective.value(self.batches).mean
         self._count()
         return value
+
+    def move(self, p: Tensor) -> None:
+        """Set θ to origin + p."""
+        parameters = self._objective.parameters
+        parameters.write(self._origin, self._objective.comm.all_gather(p, parameters.numel), 1.0)
 
     def begin(self, p: Tensor, *, moved: bool) -> None:
         """Begin a line along p [P_local], from the last trial if ``moved``, otherwise from the same origin."""
@@ -71,7 +79,7 @@ class LineEvaluator:
         assert self._direction is not None
         self._objective.parameters.write(self._origin, self._direction, alpha)
         self._alpha = alpha
-        self._trial = self._objective.differentiate(self._batches, along=self._direction)
+        self._trial = self._objective.differentiate(self.batches, along=self._direction)
         self._count()
         return self._trial.losses.mean, self._trial.slope
 

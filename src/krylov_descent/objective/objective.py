@@ -179,14 +179,17 @@ class Objective:
             parameters.add_decay(decay, 0, whole)
             part.add_(comm.shard(decay))
 
-    def value(self, batches: Iterable[Microbatch]) -> BatchLosses:
-        """Return f by forward passes only."""
+    def value(
+        self, batches: Iterable[Microbatch], see: Callable[[Microbatch, Evaluation], None] = lambda *_: None
+    ) -> BatchLosses:
+        """Return f by forward passes only; ``see`` is given each of them."""
         gathered = _Gathered()
 
         def work() -> None:
             for batch in batches:
                 evaluation = self.forward(batch)
                 gathered.add(evaluation.loss.detach(), evaluation.weight)
+                see(batch, evaluation)
 
         return self._share(gathered, defer_error(self.comm, work))[0]
 
