@@ -146,7 +146,7 @@ def other_thread(method: str, seed: int) -> Outcome:
 
 def _with_error(training: Training, draw: random.Random, outcome: Outcome) -> None:
     """A step whose closure raises at some call, which is undone while the other thread is at work."""
-    at, before = draw.randrange(1, 5), Snapshot(training.model, training.optimizer)
+    at, before = draw.randrange(1, 3), Snapshot(training.model, training.optimizer)
 
     def fail(call: int) -> None:
         if call == at:

@@ -187,8 +187,7 @@ class Flow:
         last = at.last_step if state.direction is None else state.direction
         most = most_rows(settings.rows, settings.memory_budget, objective)
         rows = min(max(settings.rows, known.rows if known else 0), most)
-        self._b = at.b
-        drawn = Sketcher(rows).draw(objective, self._b, (at.key.seed, at.key.iteration), at.gathered)
+        drawn = Sketcher(rows).draw(objective, at.b, (at.key.seed, at.key.iteration), at.gathered)
         at.gathered = None
         self._sketch = finite_rows(drawn, comm)
         self._factored = Factored(self._sketch.J, comm)
@@ -250,7 +249,7 @@ class Flow:
             evaluations += 1
             lines.move(d)
             v, change = self._sketch.look()
-            if lines.batches is not self._b:
+            if not at.sets.searches_b:
                 v = value(d)
             return (v if math.isfinite(v) else math.inf), change
 

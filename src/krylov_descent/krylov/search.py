@@ -30,14 +30,10 @@ from krylov_descent.stepping.search_result import SearchResult
 
 
 class LineEvaluator:
-    """Evaluates the objective along lines; moves the parameters to trial points and leaves them there.
-
-    Attributes:
-        batches: the micro-batches that it evaluates.
-    """
+    """Evaluates the objective along lines; moves the parameters to trial points and leaves them there."""
 
     def __init__(self, objective: Objective, batches: Sequence[Microbatch]) -> None:
-        self._objective, self.batches = objective, batches
+        self._objective, self._batches = objective, batches
         self._origin = objective.parameters.read()  # where the line begins
         self._direction: Tensor | None = None
         self._alpha = 0.0
@@ -48,7 +44,7 @@ class LineEvaluator:
         """Return f and this rank's part of ∇f [P_local] where the first line begins."""
         if self._evaluations:
             self._objective.parameters.write(self._origin)
-        losses, g = self._objective.value_and_gradient(self.batches)
+        losses, g = self._objective.value_and_gradient(self._batches)
         self._count()
         return losses.mean, g
 
@@ -56,7 +52,7 @@ class LineEvaluator:
         """Return f at origin + p, or at the origin, by forward passes; p is this rank's part [P_local]."""
         if p is not None:
             self.move(p)
-        value = self._objective.value(self.batches).mean
+        value = self._objective.value(self._batches).mean
         self._count()
         return value
 
@@ -79,7 +75,7 @@ class LineEvaluator:
         assert self._direction is not None
         self._objective.parameters.write(self._origin, self._direction, alpha)
         self._alpha = alpha
-        self._trial = self._objective.differentiate(self.batches, along=self._direction)
+        self._trial = self._objective.differentiate(self._batches, along=self._direction)
         self._count()
         return self._trial.losses.mean, self._trial.slope
 

@@ -107,6 +107,11 @@ class StepSets(Protocol):
         ...
 
     @property
+    def searches_b(self) -> bool:
+        """Whether C is B, so that one pass serves both."""
+        ...
+
+    @property
     def grows(self) -> bool:
         """Whether the sets grow: A is drawn anew at each step, and larger when noise demands it."""
         ...
@@ -223,7 +228,7 @@ class FullBatch(SamplePolicy):
     b: Sequence[Microbatch] = (Microbatch(None, None),)
     a = a_in_parts = statistics = c = b
     probe = None
-    covers_all = searches_all = True
+    covers_all = searches_all = searches_b = True
     grows = False
 
     def choose(self, iteration: int, state: Any, **_: object) -> Choice:

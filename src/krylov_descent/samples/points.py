@@ -175,7 +175,7 @@ class PointSets:
     shard: int
     of_shards: int
 
-    covers_all = searches_all = True
+    covers_all = searches_all = searches_b = True
     grows = False
     probe = None
 

@@ -304,6 +304,11 @@ class Draw:
         return self._c is self._a
 
     @property
+    def searches_b(self) -> bool:
+        """Whether C is B, so that one pass serves both."""
+        return self._c is self._b
+
+    @property
     def a(self) -> Iterable[Microbatch]:
         """The micro-batches of A; every iteration loads them anew and may be interleaved with others.
 
