@@ -3,10 +3,9 @@
 Letters: J [m, P] sketch, ρ [m] its residuals, z outputs of its rows, λ damping, φ [P] direction, η the fraction of φ
 that a step follows, d [P] a step.
 
-Along ηφ the outputs change by ηJφ and terms of higher order, which soon outweigh the residuals: late in training a
-thousandth of the loss would be left at η = 1 if they did not. Newton's method with the J of the sketch removes them,
-d ← d − Jᵀ(JJᵀ + λ)⁻¹e with e = z(θ + d) − z(θ) − ηJφ, from d = ηφ. Each correction costs a forward pass; the first is
-geodesic acceleration (Transtrum & Sethna 2012).
+Along ηφ the outputs change by ηJφ and by terms of higher order. Late in training these terms limit η. Newton's method
+with the J of the sketch removes them: d ← d − Jᵀ(JJᵀ + λ)⁻¹e with e = z(θ + d) − z(θ) − ηJφ, from d = ηφ. Each correction
+costs a forward pass; the first is geodesic acceleration (Transtrum & Sethna 2012).
 """
 
 from __future__ import annotations
