@@ -4,8 +4,8 @@ Letters: J [m, P] sketch, ρ [m] its residuals, z outputs of its rows, λ dampin
 that a step follows, d [P] a step.
 
 Along ηφ the outputs change by ηJφ and by terms of higher order. Late in training these terms limit η. Newton's method
-with the J of the sketch removes them: d ← d − Jᵀ(JJᵀ + λ)⁻¹e with e = z(θ + d) − z(θ) − ηJφ, from d = ηφ. Each correction
-costs a forward pass; the first is geodesic acceleration (Transtrum & Sethna 2012).
+with the J of the sketch removes them: d ← d − Jᵀ(JJᵀ + λ)⁻¹e with e = z(θ + d) − z(θ) − ηJφ, from d = ηφ. Each
+correction costs a forward pass; the first is geodesic acceleration (Transtrum & Sethna 2012).
 """
 
 from __future__ import annotations
