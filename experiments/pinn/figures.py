@@ -10,17 +10,16 @@ from typing import TYPE_CHECKING
 from experiments.common.figures import Panel, draw, multiples
 from experiments.common.records import Run
 from experiments.common.series import Series, series
-from experiments.pinn.problems import PROBLEMS
+from experiments.pinn.problems import SHOWN
 from experiments.pinn.records import Group, read_groups
 from experiments.pinn.style import LINES, NAMES
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-#: The network and the seconds of the figures on the first pages; their equations: a clear win, a loss and a usual case.
+#: The network and the seconds of the figures on the first pages; on the first a clear win, a usual case and the loss.
 _FIRST = ("3x32", 60.0)
-_README = ("wave", "burgers", "poisson5d")
-_SIX = ("wave", "allen-cahn", "reaction", "burgers", "helmholtz", "poisson5d")
+_README = ("reaction-diffusion", "burgers01", "helmholtz-fourier")
 
 
 def figures(results: Path, out: Path) -> list[Path]:
@@ -30,14 +29,14 @@ def figures(results: Path, out: Path) -> list[Path]:
         ValueError: there are no runs.
     """
     paths = []
-    for group in read_groups(results, PROBLEMS, list(NAMES)):
+    for group in read_groups(results, SHOWN, list(NAMES)):
         if (group.network, group.seconds) == _FIRST:
-            four = [name for name in LINES if name != "spring"]
+            four = [name for name in LINES if name != "soap"]
             paths += draw(functools.partial(_error, group, _README, four), out / "readme", dark=True)
-            paths += draw(functools.partial(_error, group, _SIX, list(LINES)), out / "pinn", dark=True)
+            paths += draw(functools.partial(_error, group, SHOWN, list(LINES)), out / "pinn", dark=True)
         elif group.seconds > _FIRST[1]:
             stem = out / f"pinn-error-{group.network}-{group.seconds:g}s"
-            paths += draw(functools.partial(_error, group, PROBLEMS, list(LINES)), stem)
+            paths += draw(functools.partial(_error, group, SHOWN, list(LINES)), stem)
     return paths
 
 

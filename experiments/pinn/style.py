@@ -25,7 +25,7 @@ NAMES: Mapping[str, str] = {
 LINES: Mapping[str, Line] = {
     "ksd-rational": Line("GaussNewtonFlow", "blue"),
     "ssbroyden": Line("SSBroyden", "orange"),
-    "engd": Line("ENGD", "green", (0, (5, 1))),
-    "spring": Line("SPRING", "purple", (0, (3, 1, 1, 1))),
+    "dsgnar": Line("DSGNAR", "green", (0, (5, 1))),
+    "soap": Line("SOAP", "purple", (0, (3, 1, 1, 1))),
     "adam-lbfgs": Line("Adam → L-BFGS", "grey", (0, (1.5, 0.8))),
 }

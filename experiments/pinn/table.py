@@ -1,8 +1,8 @@
 """Tables of the PINN study as Markdown. Nothing here trains.
 
-There is one table of errors for each network, budget and kind of problem: the nine equations, the equations that
-nothing was chosen on, and the fits, which have no mean, since their errors have nothing in common. The other tables
-cover all of these comparisons. A run that diverged counts with its last finite point.
+There is one table of errors for each network, budget and kind of problem: the equations that nothing was chosen on,
+the nine equations, and the fits, which have no mean, since their errors have nothing in common. The other tables cover
+all of these comparisons. A run that diverged counts with its last finite point.
 """
 
 from __future__ import annotations
@@ -16,16 +16,14 @@ from experiments.common.records import Quantity, Run, ordered
 from experiments.common.table import NONE, all_settings, lowest, seeds
 from experiments.pinn.ablations import CHANGES
 from experiments.pinn.fits import FITS
-from experiments.pinn.further import FURTHER
-from experiments.pinn.problems import PROBLEMS
+from experiments.pinn.problems import PROBLEMS, SHOWN
 from experiments.pinn.records import BEYOND, Group, compared, geometric_mean, middle, only, read_groups
 from experiments.pinn.style import BASE, NAMES
-from experiments.pinn.unseen import UNSEEN
 
 OURS = "GaussNewtonFlow"
 
 _HEADS = {**NAMES, BASE: OURS, "ksd-krylov": "KSD"}
-_KINDS = {"": PROBLEMS, "unseen equations": UNSEEN, "further equations": FURTHER, "fits": FITS}
+_KINDS = {"unseen equations": SHOWN, "": PROBLEMS, "fits": FITS}
 _LOSSES: tuple[Quantity, ...] = ("loss", "held_out_loss")
 _TIMES = (15.0, 30.0, 60.0, 150.0, 300.0, 900.0)
 
@@ -35,7 +33,7 @@ _Groups = Mapping[str, Group]
 
 def table(results: Path, columns: Sequence[str] = ()) -> str:
     """Return all tables of a folder; only the columns named, or all methods."""
-    groups = compared(read_groups(results, (*PROBLEMS, *UNSEEN, *FURTHER, *FITS), list(NAMES), columns))
+    groups = compared(read_groups(results, (*SHOWN, *PROBLEMS, *FITS), list(NAMES), columns))
     found = {
         ", ".join(part for part in (group.network, f"{group.seconds:g} s", kind) if part): some
         for kind, problems in _KINDS.items()
@@ -43,7 +41,7 @@ def table(results: Path, columns: Sequence[str] = ()) -> str:
         if (some := only(group, problems))
     }
     parts = [_errors(name, group, first=not i) for i, (name, group) in enumerate(found.items())]
-    parts += [*_course(found), *_losses(found)]
+    parts += [*_best_rivals(found), *_course(found), *_losses(found)]
     if not columns:
         parts += _changes(results)
     return "\n".join([*parts, _setup(found)])
@@ -59,7 +57,7 @@ def short(value: float) -> str:
 
 def _errors(name: str, group: Group, *, first: bool) -> str:
     """Return the errors at the end of runs; the first of these tables explains all of them."""
-    medians = {problem: {column: middle(runs) for column, runs in by.items()} for problem, by in group.runs.items()}
+    medians = _medians(group.runs)
     rows = []
     for problem, by in group.runs.items():
         best = lowest(medians[problem])
@@ -77,6 +75,40 @@ def _errors(name: str, group: Group, *, first: bool) -> str:
         f"the method ÷ error of {OURS}, over the seeds that both have, geometric mean over the problems."
     )
     return section(f"Error: {name}", ["problem", *map(_head, group.columns)], rows, note if first else "")
+
+
+def _best_rivals(groups: _Groups) -> list[str]:
+    """Return by how much the base leads the best rival, on equations that nothing was chosen on."""
+    having = {name: group for name, group in groups.items() if set(group.runs) <= set(SHOWN) and _compares(group)}
+    rows = []
+    for problem in ordered((problem for group in having.values() for problem in group.runs), SHOWN):
+        cells = []
+        for group in having.values():
+            medians = _medians(group.runs).get(problem, {})
+            name = min(set(medians) - {BASE}, key=lambda column: medians[column], default=BASE)
+            cells.append(f"{_number(_lead(medians), 2)} {_head(name)}" if name != BASE else NONE)
+        rows.append([problem, *cells])
+    rows.append(["geometric mean", *(_number(_mean_lead(group.runs), 2) for group in having.values())])
+    note = f"Lowest median error of the other methods ÷ that of {OURS}. Above 1 {OURS} leads."
+    return [section(f"Best rival ÷ {OURS}", ["problem", *having], rows, note)] if having else []
+
+
+def _compares(group: Group) -> bool:
+    return BASE in group.columns and len(group.columns) > 1 and _equations(group)
+
+
+def _medians(runs: Mapping[str, Mapping[str, Sequence[Run]]]) -> dict[str, dict[str, float]]:
+    return {problem: {column: middle(some) for column, some in by.items()} for problem, by in runs.items()}
+
+
+def _lead(medians: Mapping[str, float]) -> float:
+    """Return the lowest error of the rivals relative to that of the base; NaN if either is missing."""
+    rivals = [error for column, error in medians.items() if column != BASE and math.isfinite(error)]
+    return min(rivals) / medians[BASE] if rivals and BASE in medians else math.nan
+
+
+def _mean_lead(runs: Mapping[str, Mapping[str, Sequence[Run]]]) -> float:
+    return geometric_mean(lead for by in _medians(runs).values() if math.isfinite(lead := _lead(by)))
 
 
 def _equations(group: Group) -> bool:
@@ -125,14 +157,20 @@ def _number(ratio: float, digits: int = 3) -> str:
 
 def _course(groups: _Groups) -> list[str]:
     """Return how the lead changes with time, where anything is compared with the base."""
-    rows = [
-        [name, _head(column), *(_ratio(_cut(group, t), column) if t <= group.seconds else NONE for t in _TIMES)]
-        for name, group in groups.items()
-        for column in group.columns
-        if column != BASE and BASE in group.columns and _equations(group)
-    ]
+    rows = []
+    for name, group in groups.items():
+        if not _compares(group):
+            continue
+        known = [_cut(group, t) if t <= group.seconds else {} for t in _TIMES]
+        rivals = [column for column in group.columns if column != BASE]
+        rows += [[name, _head(column), *(_ratio(then, column) for then in known)] for column in rivals]
+        if set(group.runs) <= set(SHOWN):
+            rows.append([name, "best rival", *(_number(_mean_lead(then), 2) for then in known)])
     head = ["comparison", "method", *(f"{t:g} s" for t in _TIMES)]
-    note = f"Error of the method ÷ error of {OURS}, as in the tables above, after so many CPU seconds."
+    note = (
+        f"Error of the method ÷ error of {OURS}, as in the tables above, after so many CPU seconds. Best rival: of "
+        "each problem and time."
+    )
     return [section("Ratios over time", head, rows, note)] if rows else []
 
 

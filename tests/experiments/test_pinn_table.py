@@ -231,16 +231,42 @@ def test_an_exact_curve_is_at_the_points_of_all_seeds(results: Path) -> None:
     assert curve.middle == pytest.approx([1e-4 ** (1 / 3), 1e-4 ** (2 / 3), 1e-4])
 
 
-def test_figures(results: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    for method in ("ksd-rational", "soap", "nncg"):
+        for problem in ("kdv", "burgers01", "wave"):
+            write(tmp_path, problem, method, 1e-3)
+    write(tmp_path, "kdv", "nncg", 1e-3, seconds=300.0)
     said = words(monkeypatch)
-    main(["pinn", "figure", "--results", str(results), "--out", str(tmp_path)])
+    main(["pinn", "figure", "--results", str(tmp_path), "--out", str(tmp_path)])
     names = [Path(line).name for line in capsys.readouterr().out.splitlines()]
     # Of 300 s there is no method that is drawn.
     assert names == ["readme.png", "readme-dark.png", "pinn.png", "pinn-dark.png"]
     assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in names)
-    assert {"Wave", "Burgers", "GaussNewtonFlow", "CPU seconds", "relative error"} <= said["readme-dark.png"]
-    assert "Poisson, 2-D" not in said["readme.png"]  # three equations are enough there
-    assert not any("SOAP" in text for texts in said.values() for text in texts)
+    assert {"Burgers, ν = 0.01", "GaussNewtonFlow", "CPU seconds", "relative error"} <= said["readme-dark.png"]
+    assert "Korteweg–de Vries" in said["pinn.png"] - said["readme.png"]  # three equations are enough there
+    assert "SOAP" in said["pinn.png"] - said["readme.png"]
+    # No method without a look, and none of the equations that constants are chosen on.
+    assert not any(word in text for texts in said.values() for text in texts for word in ("NNCG", "wave"))
+
+
+def test_the_best_rival_of_each_problem(tmp_path: Path) -> None:
+    """Points are at 0, 1, 20 and 60 s, errors e^(1/3) at 1 s and e^(2/3) at 20 s."""
+    for problem, base, lm in (("kdv", 1e-6, 1e-3), ("fisher", 1e-6, 1e-7), ("wave", 1e-9, 1e-3)):
+        write(tmp_path, problem, "ksd-rational", base, third=20.0)
+        write(tmp_path, problem, "lm", lm, third=20.0)
+    write(tmp_path, "kdv", "soap", 1e-4, third=20.0)
+    write(tmp_path, "fisher", "ksd-rational", 1e-6, seconds=300.0)  # alone: nothing is compared
+    text = table(tmp_path)
+    found = rows(text, "Best rival ÷ GaussNewtonFlow")
+    assert {name: found[name] for name in ("problem", "fisher", "kdv", "geometric mean")} == {
+        "problem": ["3x32, 60 s, unseen equations"],
+        "fisher": ["0.1 LM"],
+        "kdv": ["100 SOAP"],
+        "geometric mean": ["3.2"],
+    }
+    assert "wave" not in found  # constants are chosen on it
+    over_time = rows(text, "Ratios over time")["3x32, 60 s, unseen equations best rival"]
+    assert over_time[:3] == ["1.5", "2.2", "3.2"]
 
 
 def test_every_method_has_a_name_and_those_in_figures_a_look_of_their_own() -> None:
