@@ -106,7 +106,7 @@ class Ablate(_Runs):
     problems: tyro.conf.Positional[tuple[str, ...]] = ()
     """All equations unless given."""
     changes: tuple[str, ...] = ()
-    """without-corrections, without-gathering, …, rows-100, …; each of all in turn unless given."""
+    """without-corrections, without-momentum, …, rows-100, …; each of all in turn unless given."""
     seeds: int = 1
 
     def execute(self) -> None:

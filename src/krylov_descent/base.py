@@ -111,8 +111,7 @@ class ClosureOptimizer(Optimizer):
             max_steps: the largest number of steps.
             seconds: end after the step that passes this time.
             gtol: end when the gradient's norm is at most this.
-            patience: end after this number of steps in a row without a better loss on A, or a better ``monitor``;
-                steps that only gather rows (``StopReason.GATHERING``) do not count.
+            patience: end after this number of steps in a row without a better loss on A, or a better ``monitor``.
             monitor: called after each step; the best point is then the one of its lowest value (a held-out loss).
             progress: show a progress bar on standard error (needs tqdm).
 

@@ -27,7 +27,6 @@ class StopReason(enum.Enum):
     NON_FINITE = "non-finite"
     ZERO_GRADIENT = "zero-gradient"
     NEGATIVE_CURVATURE = "negative-curvature"
-    GATHERING = "gathering"
     MODEL = "model"
     CANDIDATE = "candidate"
 
@@ -62,10 +61,6 @@ _REMEDY: Mapping[StopReason, str] = {
     StopReason.NEGATIVE_CURVATURE: (
         "Conjugate gradients (Hessian-free optimization) met a direction of negative curvature and ended before it; "
         "if steps are short because of it, use curvature='ggn' or more damping."
-    ),
-    StopReason.GATHERING: (
-        "No step along the direction lowers the loss yet: the parameters stay, and the next step of GaussNewtonFlow "
-        "adds other Jacobian rows to the direction. Such steps are usual late in training."
     ),
     StopReason.MODEL: (
         "Nothing to do: the minimum of the quadratic model was taken without a search, because the loss fell there by "

@@ -17,7 +17,7 @@ from torch import Tensor
 from krylov_descent.distributed import Comm
 from krylov_descent.objective.objective import relative_noise
 from krylov_descent.progress import Tell, step_bar
-from krylov_descent.report import Settlement, StepReport, StopReason
+from krylov_descent.report import Settlement, StepReport
 
 
 class EndReason(enum.Enum):
@@ -60,10 +60,8 @@ NOTHING_FOUND = 5
 
 
 def in_vain(report: StepReport, before: int) -> int:
-    """Return the number of steps in a row without a decrease, up to this one; steps that gather rows are skipped."""
-    if report.search_loss_after < report.search_loss_before:
-        return 0
-    return before if report.stop_reason is StopReason.GATHERING else before + 1
+    """Return the number of steps in a row without a decrease, up to this one."""
+    return 0 if report.search_loss_after < report.search_loss_before else before + 1
 
 
 class Steps(Protocol):
@@ -177,7 +175,7 @@ class Run:
 
     def _reports(self) -> Iterator[StepReport]:
         start = time.perf_counter()
-        nothing, gathered = 0, False
+        nothing = 0
         self.reason = None
         with step_bar(self._optimizer, self._max_steps - self.steps, self._seconds, shown=self._progress) as show:
             while self.reason is None:
@@ -189,18 +187,14 @@ class Run:
                 report: StepReport = self._optimizer.step(self._closure, self._sets)
                 self.loss = report.loss
                 if self._monitor is None and report.details.get("draw") != self._draw:
-                    self.best, gathered = None, False  # losses on other points do not compare
+                    self.best = None  # losses on other points do not compare
                 self._draw = report.details.get("draw")
-                gathers = report.stop_reason is StopReason.GATHERING
-                if self._monitor is not None and not (gathers and self.best):
+                if self._monitor is not None:
                     self._weigh(self._agreed(float(self._monitor())), self.steps + 1, None)
-                elif self._monitor is not None or gathered:
-                    pass  # gathering leaves the parameters at a point already compared, and does not count
                 elif report.accepted:  # otherwise the step began at an earlier point, already compared
                     self._weigh(report.loss, self.steps, here)
                 else:
                     self._stale += 1
-                gathered = gathers
                 del here
                 self.steps += 1
                 nothing = 0 if self._sets is not None else in_vain(report, nothing)

@@ -26,9 +26,6 @@ class Carried:
     step_fraction: float
     momentum_scale: float
     lm_damping: float
-    rejected_in_a_row: float = 0.0
-    rejection_rate: float = 0.0
-    rows: float = 0.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,13 +63,12 @@ class DenseFlow:
     Args:
         params: θ.
         closure: → f without decay, and r.
-        rows: m that is asked for.
         momentum: μ.
         decay: c of each parameter.
         corrected: the most corrections of a step.
 
     Attributes:
-        kinds: of all steps: "flow", "gathered" or "damped".
+        kinds: of all steps: "flow" or "damped".
         settled: after how many corrections each step settled; None if it did not.
         carried: to the next step.
     """
@@ -81,7 +77,6 @@ class DenseFlow:
         self,
         params: Sequence[Tensor],
         closure: Closure,
-        rows: int = 400,
         momentum: float = 0.9,
         decay: Sequence[float] | None = None,
         corrected: int = 5,
@@ -89,8 +84,7 @@ class DenseFlow:
         self.params, self.closure, self.momentum, self.corrected = list(params), closure, momentum, corrected
         each = [0.0] * len(self.params) if decay is None else decay
         self.c = torch.cat([p.new_full((p.numel(),), c) for p, c in zip(self.params, each, strict=True)])
-        self.first_rows, self.most_rows = rows, max(rows, min(4 * rows, len(self.c)))
-        self.last: Tensor | None = None  # the last step, or φ if none was taken
+        self.last: Tensor | None = None  # the last step
         self.carried: Carried | None = None
         self.kinds: list[str] = []
         self.settled: list[int | None] = []
@@ -143,10 +137,6 @@ class DenseFlow:
         g = self.gradient(loss) + self.c * self.theta
         return Dense(self.loss(self.theta), g, r, root, root[:, None] * J, slope / root)
 
-    def rows_wanted(self) -> int:
-        """m of the next step."""
-        return max(self.first_rows, int(self.carried.rows) if self.carried else 0)
-
     def step(self, draw: Callable[[Dense], Rows] | None = None) -> None:
         """One step with the rows that ``draw`` gives; None for all of them."""
         here, at = self.theta, self.dense()
@@ -196,35 +186,18 @@ class DenseFlow:
                 flow_damping=factor * now.flow_damping,
                 step_fraction=eta,
                 momentum_scale=max(0.0, 1 / eta - 1),
-                rejected_in_a_row=0.0,
             )
             return self.end("flow", here, step.d, after)
-        shorter = max(h / 2, 2.0**-14)
-        if now.rejected_in_a_row < 7:
-            return self.end(
-                "gathered",
-                here,
-                None,
-                replace(
-                    now,
-                    flow_damping=(4 if far else 1) * now.flow_damping,
-                    step_fraction=shorter,
-                    momentum_scale=1.0,
-                    rejected_in_a_row=now.rejected_in_a_row + 1,
-                ),
-                phi,
-            )
         dampings = [now.lm_damping * 3.0**k for k in range(-4, 5)]
         identity = torch.eye(len(here), dtype=here.dtype)
         steps = [-torch.linalg.solve(J.T @ J + lam * identity, at.g) for lam in dampings]
         i, lowest = self.lowest(here, steps, 4)
         if not lowest < at.f:
-            raise AssertionError("no damped step is better than staying: a search of the subspace would follow")
+            raise AssertionError("no damped step is better than staying")
         after = replace(
             now,
-            step_fraction=shorter,
+            step_fraction=max(h / 2, 2.0**-14),
             momentum_scale=0.0,
-            rejected_in_a_row=0.0,
             lm_damping=dampings[i],
         )
         return self.end("damped", here, steps[i], after)
@@ -293,20 +266,12 @@ class DenseFlow:
                 lm_damping=min(max(now.lm_damping, 1e-12 * trace), 100 * trace),
                 step_fraction=length,
             )
-        if whole:
-            return now, longest
-        waits, rows = 0.9 * now.rejection_rate + 0.1 * (now.rejected_in_a_row > 0), self.rows_wanted()
-        if waits > 0.25 and rows < self.most_rows:
-            now = replace(now, rows=min(round(1.5 * rows), self.most_rows))
-            waits = 0.0
-        return replace(now, rejection_rate=waits), longest
+        return now, longest
 
-    def end(self, kind: str, here: Tensor, d: Tensor | None, after: Carried, gathered: Tensor | None = None) -> None:
+    def end(self, kind: str, here: Tensor, d: Tensor, after: Carried) -> None:
         self.kinds.append(kind)
-        self.carried = after
-        self.last = gathered if d is None else d
-        if d is not None:
-            self.move(here + d)
+        self.carried, self.last = after, d
+        self.move(here + d)
 
 
 def chances(size: Tensor, s: int) -> Tensor:

@@ -106,11 +106,6 @@ def removed(sketch: Factored, rho: Tensor, phi: Tensor) -> float:
     return -float(rho @ sketch.along(phi)) / square if square > 0 else 1.0
 
 
-def raised(damping: float, reach: float) -> float:
-    """Return λ, larger if φ is far longer than θ, ``reach`` times."""
-    return _RAISED * damping if reach > _FAR else damping
-
-
 def within_reach(v: Tensor, theta: Tensor, norm: Callable[[Tensor], float]) -> Tensor:
     """Return v, shortened if it is longer than φ may be."""
     return v * min(1.0, _FAR * norm(theta) / max(norm(v), 1e-300))
@@ -133,7 +128,7 @@ def new_damping(damping: float, fraction: float, share: float, reach: float) -> 
         4.0
     """
     if reach > _FAR and fraction < _LONG:
-        return raised(damping, reach)
+        return _RAISED * damping
     if share < _ENOUGH:
         return 2 * damping if fraction < _SHORTEST else damping / 2
     return 2 * damping if fraction < _WANTED / 2 else damping / 2 if fraction > 2 * _WANTED else damping

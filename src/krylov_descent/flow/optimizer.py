@@ -38,7 +38,7 @@ class GaussNewtonFlow(CurvatureOptimizer):
       acceleration (Transtrum & Sethna 2012).
     - Short steps: the fraction η of the direction is chosen to lower the loss, and is mostly about a tenth. All
       residuals then shrink alike, as along the Gauss–Newton flow dθ/dt = φ. λ and η adapt; if no fraction lowers the
-      loss for several steps, Levenberg–Marquardt steps are tried.
+      loss, Levenberg–Marquardt steps are tried.
 
     It needs a loss that is convex and separable in the model outputs (squares of residuals), up to some ten
     thousand parameters, and float64. On several ranks, each samples rows of its own samples: a step on R ranks uses
@@ -47,9 +47,8 @@ class GaussNewtonFlow(CurvatureOptimizer):
     Args:
         params: parameters or parameter groups; a group may have its own ``weight_decay``. Frozen parameters
             (``requires_grad=False``) are left alone. The groups' ``lr`` is inert, for trainers that read it.
-        rows: m, the initial number of Jacobian rows in the sketch. A step costs O(m²n + m³) time and about 2.5 m·n
-            numbers of memory; fewer rows capture less curvature. If steps fail too often, m grows, up to four times
-            and within ``memory_budget`` (1 GiB if there is none).
+        rows: m, the number of Jacobian rows in the sketch. A step costs O(m²n + m³) time and about 2.5 m·n
+            numbers of memory; fewer rows capture less curvature.
         momentum: μ, the fraction of the last direction that is kept where the sampled rows carry no information.
         weight_decay: c of ½·c·‖θ‖² in value, gradient and curvature alike, per group.
         rollback: with sets, undo a step that raised the loss on A.

@@ -11,10 +11,7 @@ A step samples Jacobian rows on B and tries these candidates in turn, judged by 
   shrink alike, whatever their curvature; steps of greatest decrease would fit the stiff residuals first and end in a
   valley.
 - Damped (Levenberg–Marquardt) steps −(JᵀJ + λ)⁻¹g for a grid of λ, if the flow fails: they use the whole gradient, so
-  that enough damping always descends. If none of them does, BFGS searches the span of all these vectors.
-
-If no flow step lowers the loss on C, φ fits too few rows: the parameters stay, and the next step adds rows to φ
-("gathering"). Damped steps are tried only after several such steps in a row. If gathering is frequent, m grows.
+  that enough damping always descends. If none of them does, the next step begins with the largest λ.
 
 λ of the flow follows η and the share of ρ that φ removes: it grows while only short steps lower the loss, and shrinks
 if long ones do or if residuals are left behind. It also grows while φ is far longer than θ. η is at most a half; with a
@@ -35,23 +32,19 @@ from krylov_descent.flow.factored import (
     damped_steps,
     flow_direction,
     new_damping,
-    raised,
     removed,
     within_reach,
 )
 from krylov_descent.flow.row_sampling import TappedGraph
-from krylov_descent.flow.sketch import Sketcher, finite_rows, sketch_bytes
+from krylov_descent.flow.sketch import Sketcher, finite_rows
 from krylov_descent.flow.straight_steps import StraightSteps
-from krylov_descent.krylov.orthonormal_basis import spanned_basis
-from krylov_descent.krylov.search import LineEvaluator, Search, SearchStart
+from krylov_descent.krylov.search import LineEvaluator
 from krylov_descent.objective.objective import Objective
 from krylov_descent.report import StepReport, StopReason
-from krylov_descent.state import vector
 from krylov_descent.stepping.acceptance import Acceptance, MethodState, Sampler, arrive
 from krylov_descent.stepping.gradient_pass import GradientPass
 from krylov_descent.stepping.search_result import SearchResult, at_rest, take
 from krylov_descent.stepping.step_log import StepLog
-from krylov_descent.vectors.storage import BasisStorage
 
 _FIRST, _LEAST, _MOST = 1e-6, 1e-18, 1e-2  # λ of the flow, relative to the trace of K: at first, and its bounds
 _SHORTEST = 2.0**-14
@@ -59,12 +52,6 @@ _LONGEST = 0.5  # bound of η
 _LONGEST_WHOLE, _LEAST_WHOLE = 2.0, 1e-14  # with all rows in the sketch: bounds of η and λ
 _ROUNDING = 100.0  # relative rounding of J, in units of eps: λ is at least its square
 _LENGTHS = 5  # most halvings and doublings of the last fraction that are tried
-_WAIT = 8  # most gathering steps in a row
-_LATELY = 0.1  # weight of a step in the rejection rate
-_OFTEN = 0.25  # rejection rate above which m grows
-_GROWTH, _MOST_ROWS = 1.5, 4  # factors of m: at a time, and in all
-_ROOM = 2**30  # bytes that a sketch may grow to without a budget; a constant, so that runs do not depend on free memory
-
 _DAMPED, _RATIO = 9, 3.0  # damped steps: the number of λ, and the factor between them
 _FIRST_DAMPED, _LEAST_DAMPED, _MOST_DAMPED = 1e-3, 1e-12, 1e2
 
@@ -88,18 +75,12 @@ class Adaptation:
         step_fraction: η, the last fraction of φ.
         momentum_scale: 1/η − 1, which times the last step is the rest of its direction; 0 if that was no flow step.
         lm_damping: λ of the last damped step.
-        rejected_in_a_row: the number of rejected (gathering) steps in a row.
-        rejection_rate: the running mean of such steps.
-        rows: m, if it has grown; otherwise 0.
     """
 
     flow_damping: float
     step_fraction: float
     momentum_scale: float
     lm_damping: float
-    rejected_in_a_row: int = 0
-    rejection_rate: float = 0.0
-    rows: int = 0
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -108,11 +89,9 @@ class FlowState(MethodState):
 
     Attributes:
         adaptation: the adapted numbers; None before the first step.
-        direction: φ [P_local] if the last step only gathered rows; otherwise None.
     """
 
     adaptation: Adaptation | None = None
-    direction: Tensor | None = vector()
 
 
 def flow_step(
@@ -140,14 +119,14 @@ def flow_step(
 
         watch = samples.watch(at)
         watch.see_gradient(at.slope)
-        found, adaptation, direction = at_rest(at, None), state.adaptation, None
+        found, adaptation = at_rest(at, None), state.adaptation
         details: dict[str, float] = {}
         at.keeps_gradient = True
         if at.grad_norm > 0:
             flow = Flow(at, settings, state)
             log.lap("basis")
 
-            found, adaptation, direction = flow.descend(LineEvaluator(objective, at.c))
+            found, adaptation = flow.descend(LineEvaluator(objective, at.c))
             details = flow.details
             del flow  # it holds the sketch
         d, found = take(at, found)
@@ -168,7 +147,6 @@ def flow_step(
         earlier=None if d is None else at.theta(),
         wary=at.wary,
         adaptation=adaptation,
-        direction=direction,
     )
 
 
@@ -184,27 +162,23 @@ class Flow:
     def __init__(self, at: GradientPass, settings: FlowSettings, state: FlowState) -> None:
         objective, comm, known = at.objective, at.objective.comm, state.adaptation
         self._at, self._objective = at, objective
-        last = at.last_step if state.direction is None else state.direction
-        most = most_rows(settings.rows, settings.memory_budget, objective)
-        rows = min(max(settings.rows, known.rows if known else 0), most)
-        drawn = Sketcher(rows).draw(objective, at.b, (at.key.seed, at.key.iteration), at.gathered)
+        drawn = Sketcher(settings.rows).draw(objective, at.b, (at.key.seed, at.key.iteration), at.gathered)
         at.gathered = None
         self._sketch = finite_rows(drawn, comm)
         self._factored = Factored(self._sketch.J, comm)
         whole = self._sketch.whole
         longest, least = (_LONGEST_WHOLE, _LEAST_WHOLE) if whole else (_LONGEST, _LEAST)
         least = max(least, (_ROUNDING * torch.finfo(self._sketch.J.dtype).eps) ** 2)
-        adaptation = _bounded(self._factored.trace, longest, least, known)
-        self.adaptation, note = (adaptation, "") if whole else _asked(adaptation, rows, most)
+        adaptation = self.adaptation = _bounded(self._factored.trace, longest, least, known)
         self.details = {"fraction": 0.0, "damping": adaptation.flow_damping, "rows": float(len(self._sketch.J))}
         self._longest = longest
-        self._last = last
-        scale, norm, theta = self.adaptation.momentum_scale * settings.momentum, self._factored.norm, objective.point()
+        last, scale = at.last_step, adaptation.momentum_scale * settings.momentum
+        norm, theta = self._factored.norm, objective.point()
         carried = None if last is None or not scale else within_reach(last * scale, theta, norm)
         self.phi, self._correct = self._direction(carried, theta)
         self.details["removed"] = removed(self._factored, self._sketch.rho, self.phi)
         self.details["reach"] = norm(self.phi) / max(norm(theta), 1e-300)
-        at.notes += filter(None, [drawn.note or note, "" if len(self._sketch.J) == len(drawn.J) else _NOT_FINITE])
+        at.notes += filter(None, [drawn.note, "" if len(self._sketch.J) == len(drawn.J) else _NOT_FINITE])
 
     def _direction(self, carried: Tensor | None, theta: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         """Return φ and e → −(JᵀJ + λ + c)⁻¹Jᵀe, with the decay as curvature c and residual cθ.
@@ -233,8 +207,8 @@ class Flow:
 
         return phi / root if unlike else phi, correct
 
-    def descend(self, lines: LineEvaluator) -> tuple[SearchResult, Adaptation, Tensor | None]:
-        """Return the first step that lowers the loss, the adaptation, and φ if rows are gathered."""
+    def descend(self, lines: LineEvaluator) -> tuple[SearchResult, Adaptation]:
+        """Return the first step that lowers the loss, and the adaptation."""
         at, known, details = self._at, self.adaptation, self.details
         evaluations = 0
 
@@ -263,22 +237,15 @@ class Flow:
             eta = details["fraction"] = step.fraction
             damping = new_damping(known.flow_damping, eta, details["removed"], details["reach"])
             scale = max(0.0, 1 / eta - 1)  # (1 − η)φ is left
-            then = replace(known, flow_damping=damping, step_fraction=eta, momentum_scale=scale, rejected_in_a_row=0)
-            return taken(step.d, step.loss), then, None
-        shorter = max(known.step_fraction / 2, _SHORTEST)
-        if known.rejected_in_a_row + 1 < _WAIT:
-            damping = raised(known.flow_damping, details["reach"])
-            waiting = replace(known, flow_damping=damping, step_fraction=shorter, momentum_scale=1.0)
-            waiting = replace(waiting, rejected_in_a_row=known.rejected_in_a_row + 1)
-            phi = self.phi if bool(self.phi.isfinite().all()) else None
-            return SearchResult(None, before, before, 0, evaluations, StopReason.GATHERING), waiting, phi
-        lost = replace(known, step_fraction=shorter, momentum_scale=0.0, rejected_in_a_row=0)
+            then = replace(known, flow_damping=damping, step_fraction=eta, momentum_scale=scale)
+            return taken(step.d, step.loss), then
+        lost = replace(known, step_fraction=max(known.step_fraction / 2, _SHORTEST), momentum_scale=0.0)
         i, lowest, d = descend_line(tuple(self._damped_steps()), _DAMPED // 2, value)
         if lowest < before:
-            return taken(d, lowest), replace(lost, lm_damping=self._dampings[i]), None
-        found = self._searched(lines)
-        found = replace(found, evaluations=found.evaluations + evaluations)
-        return found, replace(lost, lm_damping=self._dampings[-1]), None
+            return taken(d, lowest), replace(lost, lm_damping=self._dampings[i])
+        reason = StopReason.NOISE if math.isfinite(lowest) else StopReason.NON_FINITE
+        found = SearchResult(None, before, before, 0, evaluations, reason)
+        return found, replace(lost, lm_damping=self._dampings[-1])
 
     def _steps(self, look: Callable[[Tensor], tuple[float, Tensor]]) -> StraightSteps:
         straight = self._factored.along(self.phi)
@@ -292,26 +259,6 @@ class Flow:
         assert self._at.g is not None
         lams = torch.tensor(self._dampings, dtype=torch.float64, device="cpu")
         return damped_steps(self._factored, self._at.g, lams)
-
-    def _searched(self, lines: LineEvaluator) -> SearchResult:
-        """Run BFGS over the span of φ, the damped steps, g and the last step, whitened by the sketch."""
-        at, J = self._at, self._sketch.J
-        vectors = [v for v in (self.phi, *self._damped_steps(), at.g, self._last) if v is not None]
-        room = min(len(vectors), self._objective.parameters.count)
-        V = BasisStorage(room, vectors[0])
-        subspace = spanned_basis(
-            lambda V: reduced_curvature(J, V, self._objective), vectors, V, room, self._objective.comm
-        )
-        return Search().minimise(lines, subspace, SearchStart.of(at), None)
-
-
-def most_rows(first: int, budget: int | None, objective: Objective) -> int:
-    """Return the largest number of rows that m may grow to: within the budget and the number of parameters."""
-    parameters = objective.parameters
-    taken = torch.tensor(float(sketch_bytes(1, parameters.numel, parameters.dtype)), device="cpu")
-    room = _ROOM if budget is None else budget
-    fitting = room // int(objective.comm.max(taken))  # ranks have parts of different lengths, and must agree
-    return max(first, min(_MOST_ROWS * first, fitting, parameters.count))
 
 
 _NOT_FINITE = "Rows of the Jacobian were not finite; they were left out."
@@ -336,23 +283,10 @@ def descend_line(steps: Sequence[Tensor], first: int, value: Callable[[Tensor], 
     return i, at(i), steps[i]
 
 
-def reduced_curvature(J: Tensor, V: BasisStorage, objective: Objective) -> Tensor:
-    """Return H̄ = (JVᵀ)ᵀJVᵀ plus the weight decay, float64 [r, r] for the r rows of V."""
-    comm, rows = objective.comm, V.tensor()
-    JV = comm.sum(J @ rows.T).double()
-    H = JV.T @ JV
-    if any(objective.parameters.decay):
-        for i, v in enumerate(rows):
-            w = torch.zeros_like(v)
-            objective.add_decay(w, v)
-            H[i] += comm.sum(V.dots(w))
-    return H
-
-
 def _bounded(trace: float, longest: float, least: float, known: Adaptation | None) -> Adaptation:
     """Return the adaptation with its dampings bounded relative to the trace, and its fraction by ``longest``."""
     if not 0 < trace < math.inf:
-        return Adaptation(1.0, _LONGEST, 0.0, 1.0, _WAIT)
+        return Adaptation(1.0, _LONGEST, 0.0, 1.0)
     if known is None:
         return Adaptation(_FIRST * trace, min(0.5, longest), 0.0, _FIRST_DAMPED * trace)
     damping = min(max(known.flow_damping, least * trace), _MOST * trace)
@@ -360,16 +294,6 @@ def _bounded(trace: float, longest: float, least: float, known: Adaptation | Non
     halvings = max(0, math.ceil(math.log2(known.step_fraction / longest)))  # fractions stay halvings of each other
     fraction = known.step_fraction / 2.0**halvings
     return replace(known, flow_damping=damping, lm_damping=damped, step_fraction=fraction)
-
-
-def _asked(known: Adaptation, rows: int, most: int) -> tuple[Adaptation, str]:
-    """Return the adaptation, with more rows if recent steps gathered too often, and a note of it."""
-    rate = known.rejection_rate + _LATELY * (float(known.rejected_in_a_row > 0) - known.rejection_rate)
-    if rate <= _OFTEN or rows >= most:
-        return replace(known, rejection_rate=rate), ""
-    more = min(round(_GROWTH * rows), most)
-    note = f"Many recent steps had to gather rows: sketches have {more} rows from now on."
-    return replace(known, rejection_rate=0.0, rows=more), note
 
 
 def _fractions(fraction: float, longest: float) -> list[float]:
