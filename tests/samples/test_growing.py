@@ -73,9 +73,17 @@ def test_sets_are_fresh_at_each_step_and_the_same_for_the_same_step() -> None:
     assert not torch.equal(values[0], values[1])
     assert len(set(values[0].tolist())) == 100
     draw = sets.draw(0, krylov_dim=1)
-    assert torch.equal(torch.cat([b.data for b in draw.b]), values[0][:64])
     assert draw.b is draw.c  # loaded once
     assert draw.a is draw.a
+
+
+@pytest.mark.parametrize(("start", "outside"), [(100, True), (888, True), (889, False), (1000, False)])
+def test_other_samples_judge_a_step_as_long_as_there_are_any(start: int, outside: bool) -> None:
+    draw = Growing(torch.arange(1000), batch_size=64, start=start, seed=0).draw(3, krylov_dim=1)
+    a, c = (set(torch.cat([b.data for b in each]).tolist()) for each in (draw.a, draw.c))
+    assert draw.holds_out is outside
+    assert not a & c if outside else c < a
+    assert [b.data.tolist() for b in draw.statistics] == [b.data.tolist() for b in draw.b]
 
 
 @pytest.mark.parametrize("start", [0, -3, 2.5, True])
@@ -101,12 +109,19 @@ def test_the_holdout_slope_is_the_one_that_other_samples_began_with() -> None:
 def test_the_holdout_slope_needs_several_steps_and_a_step_to_judge() -> None:
     known = HoldoutSlope()
     for judged in range(22):
-        assert known.too_low == (judged >= 20)
+        assert known.growths == (judged >= 20)
         known = HoldoutSlope(1.0, known.expected, known.holdout, known.judged).after(0.4)
     assert known.ratio == pytest.approx(0.4)
     assert HoldoutSlope(0.0, 1.0, 0.1, 3).after(5.0) == HoldoutSlope(0.0, 1.0, 0.1, 3)
     assert HoldoutSlope(1.0, 1.0, 0.1, 3).after(math.nan) == HoldoutSlope(0.0, 1.0, 0.1, 3)
     assert HoldoutSlope(1.0, 0.0, 0.0, 9).after(1e9).ratio <= 1  # one step far from the model is one vote
+
+
+@pytest.mark.parametrize(("ratio", "times"), [(0.3, 1), (0.2, 1.5), (0.1, 2.25), (0.03, 5.06), (-1.0, 5.06)])
+def test_sets_that_are_far_too_small_grow_at_once_by_the_root_of_what_they_lack(ratio: float, times: float) -> None:
+    known = HoldoutSlope(expected=1.0, holdout=ratio, judged=5.0)
+    assert 1.5**known.growths == pytest.approx(times, rel=0.01)
+    assert replace(known, judged=4.0).growths == 0
 
 
 @pytest.mark.parametrize(("holdout", "factor"), [(0.9, 1.0), (0.25, 4.0), (0.01, 10.0), (-0.5, 10.0)])
@@ -208,7 +223,7 @@ def test_noise_makes_sets_grow_and_its_absence_does_not() -> None:
             best = F.mse_loss(x @ torch.linalg.lstsq(x, y).solution, y)
             assert F.mse_loss(model(x), y) < 1.02 * best
     assert set(sizes[0.0]) == {40}
-    assert sizes[3.0][-1] > 400
+    assert sizes[3.0][-1] > 200
 
 
 def test_a_point_that_was_edited_is_not_the_last_steps_doing() -> None:

@@ -122,7 +122,7 @@ class SearchStart:
         noise: relative rounding noise of f.
         comm: adds inner products over the ranks.
         at_zero: f on C and its gradient [P_local], if known.
-        gradient: the gradient of the quadratic model [P_local], on A; None for the gradient of f on C.
+        gradient: the gradient of the quadratic model [P_local], on A; None, with C outside of A, for that of f on C.
     """
 
     noise: float
@@ -135,7 +135,7 @@ class SearchStart:
         """Return the start of a search on C after this pass over A."""
         noise = relative_noise(at.objective.parameters.params[0].dtype)
         known = (at.losses.mean, at.g) if at.sets.searches_all and at.g is not None else None
-        return cls(noise, at.objective.comm, known, at.g)
+        return cls(noise, at.objective.comm, known, None if at.sets.holds_out else at.g)
 
 
 class SubspaceSearch(ABC):
@@ -225,8 +225,8 @@ class Search(SubspaceSearch):
 class ModelSearch(Search):
     """Takes the minimum of the quadratic model if the loss on C agrees with the model, and runs BFGS otherwise.
 
-    It is meant for small sets, whose minimum a search would overfit. The model has the gradient on A and the curvature
-    on B. Deviation from the paper, which always searches (lines 9-12).
+    It is meant for small sets, whose minimum a search would overfit. The model has the curvature on B and the gradient
+    on A, or on C where that is outside of A: a step overfits the samples that it is made of. Deviation from the paper, which always searches (lines 9-12).
 
     Args:
         agreement: the least ratio of actual to predicted decrease of f on C at which the model's minimum is taken.

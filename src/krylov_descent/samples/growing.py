@@ -13,9 +13,10 @@ samples give a direction about twice as good, so that larger sets cost nothing p
 steps. Above one half they would cost more, unless they soon hold all samples, where noise ends. (At the minimum of a
 sum of squares every step undoes the noise of the last, and the ratio is one half for any size.)
 
-B and C are parts of A, and the quadratic model is tested on C. If the loss on C falls by less than half of the
-prediction, either its curvature differs from the model's or its slope differs from A's: twice the samples help against
-both. (Curvature that B and C share is not tested.)
+B and C are outside of A, as long as there are samples: the length of a step and its acceptance are judged on samples
+that it was not made from. The quadratic model has the slope of C, and is tested on C. If the loss on C falls by less
+than half of the prediction, its curvature differs from the model's: twice the samples help. (Curvature that B and C
+share is not tested.)
 """
 
 from __future__ import annotations
@@ -33,9 +34,12 @@ from krylov_descent.samples.loading import Device
 from krylov_descent.samples.subsets import Draw, SampleSet, Subsets
 
 _FEWEST = 20  # steps before the sets may grow: the slope of one step is noisy
-_SOME = 5  # steps before the damping follows the ratio
+_SOME = 5  # steps before the damping follows the ratio, and before sets grow that are far too small
+_FAR = 0.5  # part of the threshold below which they are
 _MEMORY = 0.95  # of the running means
 _MOST = 10.0  # largest damping factor
+_FACTOR = 1.5  # of one growth
+_MOST_GROWTHS = 4  # at a time: few steps tell little
 _HELD = 0.5  # agreement below which B and C are doubled
 
 
@@ -87,9 +91,23 @@ class HoldoutSlope:
         return self.holdout / self.expected if self.expected > 0 else 1.0
 
     @property
-    def too_low(self) -> bool:
-        """Whether larger sets pay."""
-        return self.judged >= _FEWEST and self.ratio < self.threshold
+    def growths(self) -> int:
+        """How often the sets should grow by half.
+
+        The gradient's noise falls as the sets grow, the signal does not: sets (1/ratio − 1)/(1/threshold − 1) times as
+        large would have a ratio at the threshold. They grow by the root of that, as large sets make few steps.
+
+        Example:
+            >>> HoldoutSlope(expected=1.0, holdout=0.4, judged=20.0).growths
+            1
+            >>> HoldoutSlope(expected=1.0, holdout=0.1, judged=5.0).growths  # three times as large
+            2
+        """
+        low = self.ratio < self.threshold and self.judged >= _FEWEST
+        if not low and not (self.ratio < _FAR * self.threshold and self.judged >= _SOME):
+            return 0
+        wanted = (1 / max(self.ratio, 1e-3) - 1) / max(1 / self.threshold - 1, 1e-3)
+        return min(_MOST_GROWTHS, max(1, int(math.log(wanted) / 2 / math.log(_FACTOR))))
 
 
 def threshold(coverage: float) -> float:
@@ -159,20 +177,20 @@ class GrowthWatch(StepWatch):
         return replace(self._state, slope=self._slope)
 
 
-_FACTOR = 1.5  # of one growth
 _PART = 8  # C is an eighth of A: enough to judge a step, while the slope on C is not below the noise
 _LEAST = 64  # first size of B and C, if A has as many samples
 _MOST_SAMPLES = 512  # largest size of B: averages over steps, and few directions, need no more
 
 
 class Growing(Subsets):
-    """Draws a fresh set A at every step, with B and C as parts of it; sets begin small and grow with noise.
+    """Draws a fresh set A at every step, with B and C outside of it; sets begin small and grow with noise.
 
     It is meant for deep networks and much data, with ``KSD(model.parameters(), **DEEP)``. A step found on few samples
     partly overfits them, which the next step's samples reveal. If these confirm on average less than half of a step
-    (the threshold rises to all of it as A approaches all samples), the sets grow by half, up to all samples. B and C,
-    an eighth of A but at least 64 samples, are doubled, up to 512, when the loss on C falls by less than half of the
-    quadratic model's prediction. There is no schedule to set. ``report.set_sizes`` has the sizes, ``report.notes`` the
+    (the threshold rises to all of it as A approaches all samples), the sets grow by half, or more where they confirm
+    little, up to all samples. B and C, an eighth of A but at least 64 samples, are other samples than A's as long as
+    there are any. They are doubled, up to 512, when the loss on C falls by less than half of the quadratic model's
+    prediction. There is no schedule to set. ``report.set_sizes`` has the sizes, ``report.notes`` the
     reasons for changes. The sets depend on ``seed``, the iteration and the numbers of growths and doublings, which the
     optimizer remembers.
 
@@ -226,11 +244,11 @@ class Growing(Subsets):
         cut = functools.partial(self.draw, iteration, krylov_dim=krylov_dim, shard=shard, of_shards=of_shards)
         notes: tuple[str, ...] = ()
         known = state.slope
-        if known.too_low:
+        if known.growths:
             fresh = HoldoutSlope(slope=known.slope, damping_factor=known.damping_factor)
-            state = replace(state, growths=state.growths + 1, slope=fresh)
+            state = replace(state, growths=state.growths + known.growths, slope=fresh)
         sets = cut(search_growth=state.growths, model_growth=state.doublings)
-        if known.too_low:
+        if known.growths:
             notes = (
                 f"A now has {sets.sizes['A']} samples: fresh samples confirmed {known.ratio:.0%} of the slope of the "
                 f"last {known.judged:.0f} steps.",
@@ -295,8 +313,9 @@ class Growing(Subsets):
         )
         usual = min(size, max(_LEAST, -(-size // _PART)))
         doubled = min(size, _MOST_SAMPLES, _LEAST << min(model_growth, 8))
-        c = cut(0, max(usual, doubled))
-        b = c if c.size <= _MOST_SAMPLES else cut(0, _MOST_SAMPLES)
+        first = size if size + max(usual, doubled) <= n else 0
+        c = cut(first, first + max(usual, doubled))
+        b = c if c.size <= _MOST_SAMPLES else cut(first, first + _MOST_SAMPLES)
         # The preconditioner averages over steps, and needs no doublings.
-        statistics = cut(0, usual) if usual < b.size else b
+        statistics = cut(first, first + usual) if usual < b.size else b
         return Draw(self._source, cut(0, size), b, c, statistics=statistics, grows=True)

@@ -112,6 +112,11 @@ class StepSets(Protocol):
         ...
 
     @property
+    def holds_out(self) -> bool:
+        """Whether B and C are outside of A, so that they judge steps that A's samples make."""
+        ...
+
+    @property
     def grows(self) -> bool:
         """Whether the sets grow: A is drawn anew at each step, and larger when noise demands it."""
         ...
@@ -229,7 +234,7 @@ class FullBatch(SamplePolicy):
     a = a_in_parts = statistics = c = b
     probe = None
     covers_all = searches_all = searches_b = True
-    grows = False
+    grows = holds_out = False
 
     def choose(self, iteration: int, state: Any, **_: object) -> Choice:
         """Return the same sets at every step; each rank's closure evaluates that rank's samples."""

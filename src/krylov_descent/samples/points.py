@@ -176,6 +176,7 @@ class PointSets:
     of_shards: int
 
     covers_all = searches_all = searches_b = True
+    holds_out = False
     grows = False
     probe = None
 

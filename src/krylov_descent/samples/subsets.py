@@ -309,6 +309,11 @@ class Draw:
         return self._c is self._b
 
     @property
+    def holds_out(self) -> bool:
+        """Whether B and C are outside of A, so that they judge steps that A's samples make."""
+        return self._c.start >= self._a.stop
+
+    @property
     def a(self) -> Iterable[Microbatch]:
         """The micro-batches of A; every iteration loads them anew and may be interleaved with others.
 
