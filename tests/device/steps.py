@@ -27,7 +27,7 @@ from krylov_descent import (
     least_squares,
 )
 from tests.device import mock
-from tests.device.training import F64, Make, Training, assert_same, data, moved, on_all, on_batches, perceptron
+from tests.device.training import F64, Make, Training, assert_near, assert_same, data, moved, on_all, on_batches, perceptron
 
 
 def full_batch(dtype: torch.dtype = F64, method: type[Any] = KSD, **options: Any) -> Make:
@@ -216,7 +216,7 @@ def test_steps_are_the_cpus(name: str, device: torch.device) -> None:
 
 @pytest.mark.parametrize("name", ROUNDED)
 def test_steps_are_near_the_cpus(name: str, device: torch.device) -> None:
-    assert_same(ROUNDED[name], device, within=1e-6)
+    assert_near(ROUNDED[name], device)
 
 
 SAMPLES = 2000

@@ -230,6 +230,7 @@ class BatchRows:
             nothing = objective.parameters.zeros()[:0]
             return Part(room(0, objective), nothing, nothing, 0.0, [], True, shapes)
         require_outputs(evaluation, "GaussNewtonFlow")
+        _require_beside(objective.parameters.device, evaluation.outputs)
         writer = self._writers.setdefault((batch.samples, shapes), RowWriter())
         outputs = [z.reshape(1) if z.ndim == 0 else z for z in evaluation.outputs]
         alike = [writer.drawn_like(i, taps, z) if self._kept else i for i, z in enumerate(outputs)]
@@ -308,6 +309,16 @@ def _evaluated(
     evaluation = objective.evaluate(batch, lambda: inside)
     objective.sample_gradients += FORWARD * evaluation.samples
     return evaluation
+
+
+def _require_beside(device: torch.device, outputs: Sequence[Tensor]) -> None:
+    """Refuse outputs on another device than the parameters."""
+    for i, z in enumerate(outputs):
+        if z.device != device:
+            raise ValueError(
+                f"GaussNewtonFlow needs residuals on the device of the parameters, {device}; output {i} of the closure "
+                f"is on {z.device}. Compute them there, with the samples moved to {device}, or use KSD."
+            )
 
 
 def _roots(
