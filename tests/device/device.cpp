@@ -169,6 +169,11 @@ at::Tensor& set(at::Tensor& x, at::Storage from, int64_t offset, c10::IntArrayRe
   return at::cpu::set_(x, from, offset, sizes, strides);
 }
 
+at::Tensor& set_whole(at::Tensor& x, at::Storage from) {
+  const int64_t length = from.nbytes() / x.itemsize();
+  return at::cpu::set_(x, std::move(from), 0, {length}, {1});
+}
+
 at::Tensor view(const at::Tensor& x, c10::SymIntArrayRef sizes) { return at::cpu::view_symint(x, sizes); }
 
 at::Tensor reshape_alias(const at::Tensor& x, c10::SymIntArrayRef sizes, c10::SymIntArrayRef strides) {
@@ -264,6 +269,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("as_strided", &as_strided);
   library.impl("resize_", &resize);
   library.impl("set_.source_Storage_storage_offset", &set);
+  library.impl("set_.source_Storage", &set_whole);
   library.impl("view", &view);
   library.impl("_reshape_alias", &reshape_alias);
   library.impl("unfold", &unfold);

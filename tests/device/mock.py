@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import functools
 import hashlib
@@ -13,7 +14,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 from torch.utils import cpp_extension
 
 SOURCE = Path(__file__).with_name("device.cpp")
@@ -73,6 +73,7 @@ def _module() -> types.ModuleType:
         "_is_in_bad_fork": lambda: False,
         "device_count": lambda: 1,
         "current_device": lambda: 0,
+        "device": lambda device: contextlib.nullcontext(),
         "set_device": lambda device: None,
         "synchronize": lambda device=None: None,
         "manual_seed": ops.seed,
@@ -90,7 +91,3 @@ def counts() -> Counts:
     """Return the counts since the device was registered."""
     return Counts(*torch.ops.mock_device.counts())
 
-
-def on_host(x: Tensor) -> Tensor:
-    """Return a copy in the CPU's memory."""
-    return x.detach().cpu()
