@@ -56,11 +56,12 @@ def _build(built: Path) -> None:
 @functools.cache
 def register() -> torch.device:
     """Make "mock" a device of this process, for good, and return it."""
-    torch.ops.load_library(library())
-    torch.utils.rename_privateuse1_backend("mock")
-    torch._register_device_module("mock", _module())
-    torch.utils.generate_methods_for_privateuse1_backend()
-    torch.ops.mock_device.register()
+    untyped: Any = torch
+    untyped.ops.load_library(library())
+    untyped.utils.rename_privateuse1_backend("mock")
+    untyped._register_device_module("mock", _module())
+    untyped.utils.generate_methods_for_privateuse1_backend()
+    untyped.ops.mock_device.register()
     return torch.device("mock", 0)
 
 
@@ -90,4 +91,3 @@ def _module() -> types.ModuleType:
 def counts() -> Counts:
     """Return the counts since the device was registered."""
     return Counts(*torch.ops.mock_device.counts())
-

@@ -51,7 +51,7 @@ def test_outputs_on_the_cpu(device: torch.device) -> None:
     losses = [optimizer.step(closure).loss for _ in range(3)]
     assert losses[2] < losses[0]
     before = digest(model)
-    with pytest.raises(ValueError, match="residuals on the device of the parameters, mock:0; output 0 .* on cpu"):
+    with pytest.raises(ValueError, match=r"residuals on the device of the parameters, mock:0; output 0 .* on cpu"):
         GaussNewtonFlow(model.parameters()).step(closure)
     assert digest(model) == before
 

@@ -1,4 +1,4 @@
-"""What surrounds steps: loaders, runs, checks, trials, state and checkpoint files, also from one device to the other."""
+"""Loaders, runs, checks, trials, states and checkpoint files, also from one device to the other."""
 
 from __future__ import annotations
 
@@ -107,8 +107,10 @@ def test_a_state_dict_resumes_to_the_bit(name: str, places: str, device: torch.d
 def test_copies_and_pickles(device: torch.device) -> None:
     model, optimizer, closure, _ = full_batch()(device)
     optimizer.step(closure)
-    for copied in (copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))):
-        other, its_optimizer = copied((model, optimizer))
+    for other, its_optimizer in (
+        copy.deepcopy((model, optimizer)),
+        pickle.loads(pickle.dumps((model, optimizer))),
+    ):
         assert next(other.parameters()).device == device
         assert digest(other) == digest(model)
         its_optimizer.step(on_all(other, moved(data(60), device)))
@@ -164,7 +166,9 @@ def test_batches_are_mappings_on_the_device(device: torch.device) -> None:
             r = model(batch["x"]) - batch["more"][0]
             return r.square().mean(), r
 
-        return Training(model, KSD(model.parameters(), krylov_dim=5), closure, Subsets(rows, batch_size=40, seed=0, device=place))
+        return Training(
+            model, KSD(model.parameters(), krylov_dim=5), closure, Subsets(rows, batch_size=40, seed=0, device=place)
+        )
 
     assert_same(make, device, 2)
 

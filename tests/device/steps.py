@@ -27,7 +27,18 @@ from krylov_descent import (
     least_squares,
 )
 from tests.device import mock
-from tests.device.training import F64, Make, Training, assert_near, assert_same, data, moved, on_all, on_batches, perceptron
+from tests.device.training import (
+    F64,
+    Make,
+    Training,
+    assert_near,
+    assert_same,
+    data,
+    moved,
+    on_all,
+    on_batches,
+    perceptron,
+)
 
 
 def full_batch(dtype: torch.dtype = F64, method: type[Any] = KSD, **options: Any) -> Make:
@@ -144,8 +155,9 @@ def drop_in(sets: bool, method: type[Any]) -> Make:
     def make(device: torch.device) -> Training:
         model = perceptron(device)
         optimizer = method(model.parameters())
+        everything = moved(data(60), device)
 
-        def closure(batch: Any = moved(data(60), device)) -> Tensor:
+        def closure(batch: Any = everything) -> Tensor:
             optimizer.zero_grad()
             loss = F.mse_loss(model(batch[0]), batch[1])
             loss.backward()  # type: ignore[no-untyped-call]

@@ -17,4 +17,6 @@ FILES = ("device_itself.py", "steps.py", "refusals.py", "runs.py", "integrations
 def test_on_device(file: str) -> None:
     line = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(FOLDER / file)]
     done = subprocess.run(line, capture_output=True, text=True, cwd=FOLDER.parent.parent)
+    if done.returncode == pytest.ExitCode.NO_TESTS_COLLECTED:
+        pytest.skip(done.stdout.splitlines()[-2])
     assert done.returncode == 0, done.stdout + done.stderr
