@@ -244,6 +244,7 @@ void swap_random() {
 void on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   refuse_mixed(op, *stack);
   ++launches;
+  if (!op.schema().returns().empty() && op.schema().returns()[0].type()->kind() == c10::TypeKind::BoolType) read(1);
   struct Within {
     const bool outer = within_an_operator, draws;
     explicit Within(bool draws) : draws(draws) {

@@ -41,7 +41,7 @@ from tests.device.training import CPU, data, on_batches, perceptron
 pytestmark = test_pina.pytestmark + test_lightning.pytestmark
 
 
-class Mock(Accelerator):  # type: ignore[misc]
+class Mock(Accelerator):
     """What Lightning asks for in place of ``accelerator="cpu"``."""
 
     def setup_device(self, device: torch.device) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 FOLDER = Path(__file__).parent
-FILES = ("device_itself.py", "steps.py", "refusals.py", "runs.py", "integrations.py")
+FILES = ("device_itself.py", "steps.py", "refusals.py", "runs.py", "integrations.py", "diagnosis.py")
 
 
 @pytest.mark.nightly

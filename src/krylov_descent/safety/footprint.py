@@ -125,9 +125,11 @@ def same_bits(x: Tensor, y: Tensor) -> bool:
 
 def generators(devices: Iterable[torch.device]) -> Callable[[], None]:
     """Return a function that restores torch's generators: the CPU's, and those of devices that have one."""
-    cpu = torch.get_rng_state()
-    modules: list[tuple[Any, torch.device]] = [(getattr(torch, device.type, None), device) for device in devices]
-    states = [(module, device, module.get_rng_state(device)) for module, device in modules if _has_generator(module)]
+    cpu, states = torch.get_rng_state(), []
+    for device in devices:
+        module: Any = getattr(torch, device.type, None)
+        if hasattr(module, "get_rng_state"):
+            states.append((module, device, module.get_rng_state(device)))
 
     def restore() -> None:
         torch.set_rng_state(cpu)
@@ -135,10 +137,6 @@ def generators(devices: Iterable[torch.device]) -> Callable[[], None]:
             module.set_rng_state(state, device)
 
     return restore
-
-
-def _has_generator(module: Any) -> bool:
-    return hasattr(module, "get_rng_state")
 
 
 class _FastPath:
