@@ -57,12 +57,12 @@ def _surroundings(device: torch.device) -> str:
 
 def _device(name: str | None) -> torch.device:
     """Return a device on which torch can make a tensor, with its number."""
-    found = torch.accelerator.current_accelerator() if name is None else name
+    found = name or torch.accelerator.current_accelerator(check_available=True) or "cpu"
     try:
-        return torch.zeros(1, device=found or "cpu").device
+        return torch.zeros(1, device=found).device
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise UsageError(
-            f"torch cannot use the device {name!r}: {first_line(error)}",
+            f"torch cannot use the device {str(found)!r}: {first_line(error)}",
             "Install a build of torch for it, or give --device cpu.",
         ) from error
 
