@@ -113,6 +113,7 @@ at::Generator generator = at::detail::createCPUGenerator(0);
 
 int64_t launches = 0, reads = 0, elements_read = 0;
 bool within_an_operator = false;
+bool has_float64 = true;  // Apple's GPUs have none
 
 at::Tensor on_host(const at::Tensor& x) {  // the same memory, seen as a CPU tensor
   return x.device().type() == MOCK ? at::from_blob(x.data_ptr(), x.sizes(), x.strides(), x.options().device(at::kCPU))
@@ -130,13 +131,19 @@ using Type = std::optional<at::ScalarType>;
 using Where = std::optional<at::Device>;
 using Format = std::optional<at::MemoryFormat>;
 
+at::ScalarType supported(Type type) {
+  const auto found = c10::dtype_or_default(type);
+  TORCH_CHECK_TYPE(has_float64 || found != at::kDouble, "Cannot convert a mock Tensor to float64 dtype");
+  return found;
+}
+
 at::Tensor empty(c10::IntArrayRef sizes, Type type, Layout, Where, std::optional<bool>, Format format) {
-  return at::detail::empty_generic(sizes, &memory, KEYS, c10::dtype_or_default(type), format);
+  return at::detail::empty_generic(sizes, &memory, KEYS, supported(type), format);
 }
 
 at::Tensor empty_strided(
     c10::IntArrayRef sizes, c10::IntArrayRef strides, Type type, Layout, Where, std::optional<bool>) {
-  return at::detail::empty_strided_generic(sizes, strides, &memory, KEYS, c10::dtype_or_default(type));
+  return at::detail::empty_strided_generic(sizes, strides, &memory, KEYS, supported(type));
 }
 
 at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool) {
@@ -297,6 +304,7 @@ TORCH_LIBRARY(mock_device, library) {
   });
   library.def("counts() -> int[]", [] { return std::vector<int64_t>{launches, reads, elements_read}; });
   library.def("seed(int seed) -> ()", [](int64_t seed) { generator.set_current_seed(seed); });
+  library.def("set_has_float64(bool value) -> ()", [](bool value) { has_float64 = value; });
   library.def("random_state() -> Tensor", [] { return generator.get_state(); });
   library.def("set_random_state(Tensor state) -> ()", [](const at::Tensor& state) { generator.set_state(state); });
 }

@@ -10,11 +10,11 @@ import os
 import subprocess
 import tempfile
 import types
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils import cpp_extension
 
 SOURCE = Path(__file__).with_name("device.cpp")
 
@@ -41,6 +41,8 @@ def library() -> Path:
 
 
 def _build(built: Path) -> None:
+    from torch.utils import cpp_extension
+
     include = [f"-I{path}" for path in cpp_extension.include_paths()]
     libraries = [*(f"-L{path}" for path in cpp_extension.library_paths()), "-ltorch_cpu", "-lc10"]
     compiler = [os.environ.get("CXX", "c++"), "-std=c++20", "-O1", "-shared", "-fPIC"]
@@ -91,3 +93,13 @@ def _module() -> types.ModuleType:
 def counts() -> Counts:
     """Return the counts since the device was registered."""
     return Counts(*torch.ops.mock_device.counts())
+
+
+@contextlib.contextmanager
+def without_float64() -> Iterator[None]:
+    """Make the device refuse tensors in float64, as Apple's GPUs do."""
+    torch.ops.mock_device.set_has_float64(False)
+    try:
+        yield
+    finally:
+        torch.ops.mock_device.set_has_float64(True)
