@@ -24,6 +24,7 @@ from krylov_descent.flow.taps import Taps
 from krylov_descent.objective.closure import Evaluation, require_attached, require_outputs
 from krylov_descent.objective.objective import FORWARD, Objective
 from krylov_descent.samples.subsets import Microbatch
+from krylov_descent.vectors.float64 import wide
 
 _LARGE = 4  # size relative to the mean, above which a row is drawn more often than others
 
@@ -60,7 +61,7 @@ def sizes_of(evaluation: Evaluation) -> list[Tensor]:
     for z, delta in zip(outputs, deltas, strict=True):
         n = z.shape[0] if z.ndim else 1
         size = (torch.zeros_like(z) if delta is None else delta).detach().reshape(n, z.numel() // max(1, n))
-        found.append(size.double().square().sum(1).nan_to_num(0.0, 0.0, 0.0).cpu())
+        found.append(wide(size).square().sum(1).nan_to_num(0.0, 0.0, 0.0).cpu())
     return found
 
 

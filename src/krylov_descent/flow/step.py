@@ -51,6 +51,7 @@ from krylov_descent.stepping.acceptance import Acceptance, MethodState, Sampler,
 from krylov_descent.stepping.gradient_pass import GradientPass
 from krylov_descent.stepping.search_result import SearchResult, at_rest, take
 from krylov_descent.stepping.step_log import StepLog
+from krylov_descent.vectors.float64 import wide
 from krylov_descent.vectors.storage import BasisStorage
 
 _FIRST, _LEAST, _MOST = 1e-6, 1e-18, 1e-2  # λ of the flow, relative to the trace of K: at first, and its bounds
@@ -339,13 +340,13 @@ def descend_line(steps: Sequence[Tensor], first: int, value: Callable[[Tensor], 
 def reduced_curvature(J: Tensor, V: BasisStorage, objective: Objective) -> Tensor:
     """Return H̄ = (JVᵀ)ᵀJVᵀ plus the weight decay, float64 [r, r] for the r rows of V."""
     comm, rows = objective.comm, V.tensor()
-    JV = comm.sum(J @ rows.T).double()
+    JV = wide(comm.sum(J @ rows.T))
     H = JV.T @ JV
     if any(objective.parameters.decay):
         for i, v in enumerate(rows):
             w = torch.zeros_like(v)
             objective.add_decay(w, v)
-            H[i] += comm.sum(V.dots(w))
+            H[i] += comm.sum(V.dots(w)).to(H)
     return H
 
 
