@@ -223,7 +223,7 @@ class Problem:
         for p in self.parameters.params:
             x = torch.randn(p.shape, generator=generator, dtype=torch.float64, device="cpu")
             size = float(wide(p.detach()).square().mean().sqrt()) if p.numel() else 0.0
-            parts.append((x * (size or 1.0)).to(self.parameters.device))
+            parts.append((x * (size or 1.0)).to(self.parameters.device, self.parameters.dtype))
         return self.parameters.flatten(parts)
 
     def product(self, curvature: Curvature, v: Tensor) -> Tensor:
