@@ -34,7 +34,8 @@ ROOMS = {
     "checkpoint": "base distributed safety state vectors",
     "writers": "report",
     "plot": "report",
-    "checking": "base curvature distributed flow krylov objective optimizer preconditioners safety samples stepping",
+    "checking": "base curvature distributed flow krylov objective optimizer preconditioners safety samples stepping "
+    "vectors",
     "__init__": "checking flow krylov least_squares optimizer preconditioners progress report run safety samples",
     "integrations": "base distributed flow optimizer report run samples",
     "cli": "__init__ base checking checkpoint flow optimizer plot run safety writers",

@@ -172,32 +172,3 @@ def test_the_loss_in_a_plane_is_that_of_the_closure() -> None:
     with pytest.raises(RuntimeError, match="out of memory"):
         example["plane"](optimizer, closure, report, points=5)
     assert torch.equal(torch.nn.utils.parameters_to_vector(model.parameters()), end)
-
-
-def test_smoke_on_the_cpu(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("gpu_smoke.py", "--device", "cpu") == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[-1] == "gpu smoke on cpu: all checks passed."
-    assert sum("0e+00" in line for line in lines) >= 10  # the CPU agrees with itself
-
-
-@pytest.mark.skipif(torch.cuda.is_available() or torch.backends.mps.is_available(), reason="there is a GPU")
-def test_smoke_without_a_gpu_says_so(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("gpu_smoke.py") == 0
-    assert "nothing was checked" in capsys.readouterr().out
-
-
-def test_smoke_tells_a_failure(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    smoke: dict[str, Any] = runpy.run_path(str(EXAMPLES / "gpu_smoke.py"), run_name="smoke")
-    calls = iter(((1.0, 1.0), (1.01, 1.0)))  # the device, then the CPU: the curvature is off by 1 %
-
-    def broken(device: torch.device) -> tuple[float, float]:
-        raise RuntimeError("out of order\nand more")
-
-    monkeypatch.setattr(sys, "argv", ["gpu_smoke.py", "--device", "cpu"])
-    smoke["CHECKS"].clear()
-    smoke["CHECKS"].update({"off": (lambda device: next(calls), 1e-3, 0.5), "broken": (broken, 1.0, 1.0)})
-    assert smoke["main"]() == 1
-    printed = capsys.readouterr().out
-    assert "FAILED: RuntimeError: out of order\n" in printed
-    assert printed.endswith("gpu smoke on cpu: FAILED: off, broken.\n")

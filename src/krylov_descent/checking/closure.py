@@ -21,6 +21,7 @@ from krylov_descent.objective.closure import BackwardWatch, Evaluation, require_
 from krylov_descent.objective.consistency import bypass, bypass_text, in_training, inconsistencies
 from krylov_descent.objective.precision import REMEDY, reduced
 from krylov_descent.safety.footprint import Footprint
+from krylov_descent.vectors.float64 import wide
 
 _DTYPE = re.compile(
     r"dtype|scalar type|not implemented for '|should be the same|can't be cast|must be of floating", re.IGNORECASE
@@ -196,7 +197,7 @@ def _differ(x: Tensor, y: Tensor) -> bool:
     if x.ndim != y.ndim:
         return True
     common = tuple(slice(min(i, j)) for i, j in zip(x.shape, y.shape, strict=True))
-    x, y = x.detach()[common].double(), y.detach()[common].double()
+    x, y = wide(x.detach()[common]), wide(y.detach()[common])
     if x.numel() == 0 or not bool(x.isfinite().all() & y.isfinite().all()):
         return False
     return float((x - y).abs().max()) > math.sqrt(torch.finfo(torch.float32).eps) * float(x.abs().max())

@@ -22,6 +22,7 @@ from krylov_descent.safety.footprint import Footprint
 from krylov_descent.samples.given import policy_of
 from krylov_descent.samples.interface import FullBatch, Microbatch, StepSets
 from krylov_descent.samples.subsets import Stream, Subsets
+from krylov_descent.vectors.float64 import wide
 
 _NOT_THE_USERS = (
     str(Path(str(torch.__file__)).parent),
@@ -221,8 +222,8 @@ class Problem:
         parts = []
         for p in self.parameters.params:
             x = torch.randn(p.shape, generator=generator, dtype=torch.float64, device="cpu")
-            size = float(p.detach().double().square().mean().sqrt()) if p.numel() else 0.0
-            parts.append((x * (size or 1.0)).to(self.parameters.device))
+            size = float(wide(p.detach()).square().mean().sqrt()) if p.numel() else 0.0
+            parts.append((x * (size or 1.0)).to(self.parameters.device, self.parameters.dtype))
         return self.parameters.flatten(parts)
 
     def product(self, curvature: Curvature, v: Tensor) -> Tensor:

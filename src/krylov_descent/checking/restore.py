@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from krylov_descent.safety.footprint import Footprint
+from krylov_descent.safety.footprint import Footprint, generators
 
 
 @contextmanager
@@ -23,7 +23,7 @@ def as_found(model: nn.Module | None, params: Sequence[Tensor]) -> Iterator[Foot
     tensors = [x for p in params for x in (p, p.grad) if x is not None]
     values = [(x, x.data, x.detach().clone()) for x in tensors]
     flags = [(p, p.requires_grad, p.grad) for p in params]
-    restore_generators = _generators()
+    restore_generators = _generators({p.device for p in params})
     try:
         yield buffers
     finally:
@@ -38,18 +38,15 @@ def as_found(model: nn.Module | None, params: Sequence[Tensor]) -> Iterator[Foot
         restore_generators()
 
 
-def _generators() -> Callable[[], None]:
+def _generators(devices: Iterable[torch.device]) -> Callable[[], None]:
     """Return a function that restores the generators of torch, Python and, if imported, numpy."""
-    cpu, python = torch.get_rng_state(), random.getstate()
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+    of_torch, python = generators(devices), random.getstate()
     numpy: Any = sys.modules.get("numpy")
     of_numpy = None if numpy is None else numpy.random.get_state()
 
     def restore() -> None:
-        torch.set_rng_state(cpu)
+        of_torch()
         random.setstate(python)
-        if cuda is not None:
-            torch.cuda.set_rng_state_all(cuda)
         if numpy is not None:
             numpy.random.set_state(of_numpy)
 

@@ -1,4 +1,4 @@
-"""The command line, ``krylov-descent check|train|plot``; needs the extra [cli]."""
+"""The command line, ``krylov-descent check|train|plot|doctor``; needs the extra [cli]."""
 
 from __future__ import annotations
 

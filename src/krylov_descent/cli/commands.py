@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from krylov_descent.cli.options import Check, Plot, Train
+from krylov_descent.cli.options import Check, Doctor, Plot, Train
 from krylov_descent.cli.screen import complain, say
 from krylov_descent.cli.target import UsageError, load
 
@@ -17,6 +17,7 @@ Command = (
     Annotated[Check, tyro.conf.subcommand("check")]
     | Annotated[Train, tyro.conf.subcommand("train")]
     | Annotated[Plot, tyro.conf.subcommand("plot")]
+    | Annotated[Doctor, tyro.conf.subcommand("doctor")]
 )
 
 
@@ -41,6 +42,10 @@ def run(arguments: Sequence[str]) -> int:
             from krylov_descent.cli.training import train_target  # other commands need no optimizer
 
             return train_target(command)
+        if isinstance(command, Doctor):
+            from krylov_descent.cli.doctor import examine
+
+            return examine(command)
         return _check(command) if isinstance(command, Check) else _plot(command)
     except UsageError as error:
         complain(error.what, error.remedy)

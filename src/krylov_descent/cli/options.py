@@ -68,3 +68,13 @@ class Plot:
     """The log.jsonl of a run, or its directory."""
     out: Path = Path("overview.png")
     """The file of the picture: .png, .pdf or .svg."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Doctor:
+    """Check a device by small trainings on it, each compared with the CPU; the report is to be pasted into an issue."""
+
+    device: Annotated[str | None, tyro.conf.arg(metavar="DEVICE")] = None
+    """cuda, cuda:1, mps, xpu or cpu; by default the accelerator that torch finds, or else the CPU."""
+    skip: Annotated[tuple[str, ...], tyro.conf.arg(metavar="CHECK ...")] = ()
+    """Checks to leave out, by name."""

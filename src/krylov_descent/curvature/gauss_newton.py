@@ -16,6 +16,7 @@ from torch import Tensor
 from krylov_descent.curvature.interface import MicrobatchGraph
 from krylov_descent.curvature.linearise import Linearisation
 from krylov_descent.objective.closure import Evaluation, require_outputs
+from krylov_descent.vectors.float64 import summed
 
 
 class GaussNewtonGraph(MicrobatchGraph):
@@ -47,7 +48,7 @@ class GaussNewtonGraph(MicrobatchGraph):
         for j, Jv in enumerate(images):
             HJv = self._bent(Jv)
             for i, Ju in enumerate(images):
-                found[i, j] = sum(float((x * y).sum(dtype=torch.float64)) for x, y in zip(Ju, HJv, strict=True))
+                found[i, j] = sum(float(summed(x * y)) for x, y in zip(Ju, HJv, strict=True))
         return found
 
     def _bent(self, Jv: Sequence[Tensor]) -> tuple[Tensor, ...]:

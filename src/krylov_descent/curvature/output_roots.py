@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from krylov_descent.objective.closure import Evaluation, row_scaled
+from krylov_descent.vectors.float64 import wide
 
 _BLOCK = 64  # the largest number of outputs of a row for which a dense block is formed
 _ALL = 16  # the largest number of outputs of a row that each get a cotangent; more are combined at random
@@ -112,11 +113,11 @@ def output_roots(z: Tensor, delta: Tensor | None, S: Tensor, signs: torch.Genera
     # Near a perfect fit, products are left over from cancellation and need not agree.
     if not _close(probed, by_blocks) and _couples_rows(z, delta, v, known):
         return "the loss couples rows of the outputs (it is no sum of terms of one row each)"
-    values, Q = torch.linalg.eigh(blocks[S].double())
+    values, Q = torch.linalg.eigh(wide(blocks[S]))
     floor = values[:, -1:].clamp(min=0) * torch.finfo(z.dtype).eps * c
     root = torch.where(values > floor, values, 0).sqrt()
-    rho = torch.where(root > 0, (Q.mT @ flat.double()[:, :, None])[:, :, 0] / root, 0)
-    L, rho = (Q * root[:, None]).to(z.dtype), rho.to(z.dtype)
+    rho = torch.where(root > 0, (Q.mT @ wide(flat)[:, :, None])[:, :, 0] / root, 0)
+    L, rho = (Q * root[:, None]).to(z), rho.to(z)
     if c <= max(_ALL, k):
         return _by_columns(L, rho, z)
     return _combined(lambda x: (L @ x[:, :, None])[:, :, 0], rho, z, _combinations(z, s, S, signs, k), k)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from krylov_descent.distributed import Comm, stacked
+from krylov_descent.vectors.float64 import wide
 from krylov_descent.vectors.products import length
 
 _ENOUGH = 0.9  # share of the residuals that φ is to remove
@@ -34,14 +35,14 @@ class Factored:
     def __init__(self, J: Tensor, comm: Comm) -> None:
         self._J, self._comm = J, comm
         self._tall = comm.ranks == 1 and J.shape[0] > J.shape[1]
-        self._R = J.double() if self._tall else _joined(stacked(comm, _triangle(J.T.double())))  # J, or [m, m]
+        self._R = wide(J) if self._tall else _joined(stacked(comm, _triangle(wide(J.T))))  # J, or [m, m]
         self.trace = float(self._R.square().sum())
         self._damped: dict[float, tuple[Tensor, Tensor]] = {}
 
     def solved(self, x: Tensor, lam: Tensor) -> Tensor:
         """Return Jᵀ(K + λ)⁻¹x = argmin ‖Jφ − x‖² + λ‖φ‖² [l, P] for every λ."""
         solve = self._by_columns if self._tall else self._by_rows
-        return torch.stack([solve(float(damping), x.double()[:, None])[:, 0] for damping in lam]).to(self._J.dtype)
+        return torch.stack([solve(float(damping), wide(x)[:, None])[:, 0] for damping in lam]).to(self._J)
 
     def _by_rows(self, lam: float, x: Tensor) -> Tensor:
         """Use K + λ = SᵀS with [R; √λI] = QS."""
@@ -49,7 +50,7 @@ class Factored:
             self._damped[lam] = self._R[:0], _triangle(self._with(lam))
         _, S = self._damped[lam]
         y = torch.linalg.solve_triangular(S.T, x, upper=False)
-        phi: Tensor = self._J.double().T @ torch.linalg.solve_triangular(S, y, upper=True)
+        phi: Tensor = wide(self._J).T @ torch.linalg.solve_triangular(S, y, upper=True)
         return phi
 
     def _by_columns(self, lam: float, x: Tensor) -> Tensor:
@@ -70,7 +71,7 @@ class Factored:
 
     def along(self, v: Tensor) -> Tensor:
         """Return Jv [m]."""
-        return self._comm.sum(self._J.double() @ v.double()).to(v.dtype)
+        return self._comm.sum(wide(self._J) @ wide(v)).to(v)
 
     def norm(self, v: Tensor) -> float:
         """Return ‖v‖."""

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from krylov_descent.flow.taps import Left, Taps
 from krylov_descent.layers.verify import tolerance
+from krylov_descent.vectors.float64 import wide
 
 _COLOURS = 8  # most backward passes for the rows of one output
 _PARTS = 4 * _COLOURS  # most parts into which rows are split to find them
@@ -83,11 +84,11 @@ class Owners:
         place = 1
         while place < n:
             digits = torch.arange(n, device=z.device) // place % base
-            for use, left in pass_with(1 + digits.double() / base).items():
+            for use, left in pass_with(1 + wide(digits) / base).items():
                 was = first[use].incoming
                 ratio = (left.incoming * was).sum(1) / was.square().sum(1)
-                digit = ((ratio.double() - 1) * base).round().nan_to_num(0.0).clamp(0, base - 1)
-                found[use] += place * digit.long()
+                digit = ((wide(ratio) - 1) * base).round().nan_to_num(0.0).clamp(0, base - 1)
+                found[use] += place * digit.long().to(z.device)
             place *= base
         w = torch.rand(n, generator=random, dtype=torch.float64, device="cpu").add_(0.5).to(z)
         for use, left in pass_with(w).items():

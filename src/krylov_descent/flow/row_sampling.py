@@ -24,6 +24,7 @@ from krylov_descent.flow.taps import Taps
 from krylov_descent.objective.closure import Evaluation, require_attached, require_outputs
 from krylov_descent.objective.objective import FORWARD, Objective
 from krylov_descent.samples.subsets import Microbatch
+from krylov_descent.vectors.float64 import wide
 
 _LARGE = 4  # size relative to the mean, above which a row is drawn more often than others
 
@@ -60,7 +61,7 @@ def sizes_of(evaluation: Evaluation) -> list[Tensor]:
     for z, delta in zip(outputs, deltas, strict=True):
         n = z.shape[0] if z.ndim else 1
         size = (torch.zeros_like(z) if delta is None else delta).detach().reshape(n, z.numel() // max(1, n))
-        found.append(size.double().square().sum(1).nan_to_num(0.0, 0.0, 0.0).cpu())
+        found.append(wide(size).square().sum(1).nan_to_num(0.0, 0.0, 0.0).cpu())
     return found
 
 
@@ -230,6 +231,7 @@ class BatchRows:
             nothing = objective.parameters.zeros()[:0]
             return Part(room(0, objective), nothing, nothing, 0.0, [], True, shapes)
         require_outputs(evaluation, "GaussNewtonFlow")
+        _require_beside(objective.parameters.device, evaluation.outputs)
         writer = self._writers.setdefault((batch.samples, shapes), RowWriter())
         outputs = [z.reshape(1) if z.ndim == 0 else z for z in evaluation.outputs]
         alike = [writer.drawn_like(i, taps, z) if self._kept else i for i, z in enumerate(outputs)]
@@ -308,6 +310,16 @@ def _evaluated(
     evaluation = objective.evaluate(batch, lambda: inside)
     objective.sample_gradients += FORWARD * evaluation.samples
     return evaluation
+
+
+def _require_beside(device: torch.device, outputs: Sequence[Tensor]) -> None:
+    """Refuse outputs on another device than the parameters."""
+    for i, z in enumerate(outputs):
+        if z.device != device:
+            raise ValueError(
+                f"GaussNewtonFlow needs residuals on the device of the parameters, {device}; output {i} of the closure "
+                f"is on {z.device}. Compute them there, with the samples moved to {device}, or use KSD."
+            )
 
 
 def _roots(

@@ -226,7 +226,8 @@ class ModelSearch(Search):
     """Takes the minimum of the quadratic model if the loss on C agrees with the model, and runs BFGS otherwise.
 
     It is meant for small sets, whose minimum a search would overfit. The model has the curvature on B and the gradient
-    on A, or on C where that is outside of A: a step overfits the samples that it is made of. Deviation from the paper, which always searches (lines 9-12).
+    on A, or on C where that is outside of A, since a step overfits the samples that it is made of. Deviation from the
+    paper, which always searches (lines 9-12).
 
     Args:
         agreement: the least ratio of actual to predicted decrease of f on C at which the model's minimum is taken.

@@ -17,8 +17,8 @@ Deviations from the paper:
 5. Line 3: growing sets grow when fresh samples confirm too little of the last steps, or when the loss on C disagrees
    with the model (samples/growing.py); their steps are rolled back only if f or its gradient is not finite.
 6. Line 6: once growing sets hold all samples, several earlier steps are adjoined, not only the last one.
-7. Lines 9-12: ``ModelSearch`` takes the minimum of the quadratic model, with the gradient on A, or on C if that is outside of A,
-   if C agrees.
+7. Lines 9-12: ``ModelSearch`` takes the minimum of the quadratic model if C agrees. Its gradient is that on A, or on C
+   where C is outside of A.
 8. Line 3: with fewer than 2K samples, and no ``fraction`` given, A, B and C are all samples (samples/subsets.py).
 9. Line 6: K is at most the number of parameters (krylov/subspace.py).
 10. Lines 10-11: the search is capped in evaluations too, not only in iterations (krylov/search.py); where C is A, it

@@ -20,6 +20,7 @@ from krylov_descent.distributed.sharded import local_part, whole
 from krylov_descent.objective.closure import edge_of, edges_behind, gradients_of, require_dense
 from krylov_descent.safety.footprint import same_bits
 from krylov_descent.samples.interface import Microbatch
+from krylov_descent.vectors.float64 import wide
 
 _T = torch.Tensor
 _NORMS: set[Any] = {
@@ -333,4 +334,4 @@ def _difference(own: Sequence[Tensor | None], other: Sequence[Tensor | None]) ->
 
 
 def _norm(x: Tensor | None) -> float:
-    return 0.0 if x is None else float(whole(x.detach()).double().norm())
+    return 0.0 if x is None else float(wide(whole(x.detach())).norm())

@@ -292,7 +292,7 @@ class Objective:
             PassAgain: some rank needs to start the pass over.
             Exception: ``failure``, or that of another rank.
         """
-        values = torch.stack(gathered.losses).double().tolist() if gathered.losses else []
+        values = torch.stack(gathered.losses).tolist() if gathered.losses else []
         # The mean of a micro-batch of weight 0 is 0/0 and must not enter the sum.
         weighted = exact_sum(w * loss for w, loss in zip(gathered.weights, values, strict=True) if w > 0)
         own = (weighted, math.fsum(gathered.weights), gathered.slope, float(gathered.again))

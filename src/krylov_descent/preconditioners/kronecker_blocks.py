@@ -18,6 +18,8 @@ from typing import ClassVar, TypeVar
 import torch
 from torch import Tensor
 
+from krylov_descent.vectors.float64 import summed
+
 B = TypeVar("B", bound="KroneckerBlock")
 F = TypeVar("F", bound="FactoredBlock")
 L = TypeVar("L", bound="LayerBlock")
@@ -290,7 +292,7 @@ def _factor_sums(inputs: tuple[int, ...], outputs: int, device: torch.device, dt
 
 def trace(x: Tensor) -> float:
     """Return the trace of a matrix, or of a diagonal matrix stored as a vector."""
-    return float((x.diagonal() if x.ndim == 2 else x).sum(dtype=torch.float64))
+    return float(summed(x.diagonal() if x.ndim == 2 else x))
 
 
 def damped_inverses(inputs: Tensor, outputs: Tensor, damping: float) -> tuple[Tensor, Tensor]:

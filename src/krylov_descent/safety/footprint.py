@@ -6,7 +6,7 @@ All of it is noted in this thread alone: models that other threads run meanwhile
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
@@ -39,8 +39,7 @@ class Footprint:
     def __init__(self, device: torch.device | None = None) -> None:
         self.modules: dict[int, nn.Module] = {}
         self._buffers: dict[int, tuple[nn.Module, bool, dict[str, tuple[Tensor, Tensor] | None]]] = {}
-        self._device = torch.device("cpu") if device is None else device
-        self._generators = _generators(self._device)
+        self._restore_generators = generators([] if device is None else [device])
         self._thread = threading.get_ident()
         self._handle: Any = None
 
@@ -83,9 +82,7 @@ class Footprint:
         """Restore buffers, modes and generators, and end the context and this thread's claim on the fast path."""
         self._stop()
         _FAST_PATH.release()
-        torch.set_rng_state(self._generators[0])
-        if len(self._generators) > 1:
-            torch.cuda.set_rng_state(self._generators[1], self._device)
+        self._restore_generators()
         self.restore_buffers()
 
     def restore_buffers(self) -> None:
@@ -126,10 +123,20 @@ def same_bits(x: Tensor, y: Tensor) -> bool:
     return bool(((x == y) | ((x != x) & (y != y))).all())
 
 
-def _generators(device: torch.device) -> list[Tensor]:
-    """Return the states of torch's generators: the CPU's, and the CUDA device's if it is one."""
-    cuda = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
-    return [torch.get_rng_state(), *cuda]
+def generators(devices: Iterable[torch.device]) -> Callable[[], None]:
+    """Return a function that restores torch's generators: the CPU's, and those of devices that have one."""
+    cpu, states = torch.get_rng_state(), []
+    for device in devices:
+        module: Any = getattr(torch, device.type, None)
+        if hasattr(module, "get_rng_state"):
+            states.append((module, device, module.get_rng_state(device)))
+
+    def restore() -> None:
+        torch.set_rng_state(cpu)
+        for module, device, state in states:
+            module.set_rng_state(state, device)
+
+    return restore
 
 
 class _FastPath:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from krylov_descent.distributed.sharded import holds_first, is_sharded, local_part, placed_as, whole
+from krylov_descent.vectors.float64 import summed
 
 
 class ParameterVector:
@@ -133,7 +134,7 @@ class ParameterVector:
     def decay_value(self) -> float:
         """Return ½ Σ c ‖θ‖²; the last dimension is summed in the vectors' dtype, for speed, the others in float64."""
         return sum(
-            0.5 * c * float(whole(p.to(self.dtype).square().sum(-1).sum(dtype=torch.float64)))
+            0.5 * c * float(whole(summed(p.to(self.dtype).square().sum(-1))))
             for c, p in zip(self._decay, self.params, strict=True)
             if c
         )
@@ -153,7 +154,7 @@ class ParameterVector:
     def decay_slope(self, direction: Tensor) -> float:
         """Return the decay's derivative Σ c θ·d along a direction d [P]."""
         return sum(
-            c * float(whole((p.to(self.dtype) * d).sum(dtype=torch.float64)))
+            c * float(whole(summed(p.to(self.dtype) * d)))
             for c, p, d in zip(self._decay, self.params, self.unflatten(direction), strict=True)
             if c
         )
