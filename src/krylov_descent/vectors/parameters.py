@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from krylov_descent.distributed.sharded import holds_first, is_sharded, local_part, placed_as, whole
+from krylov_descent.vectors.products import numbers_of
 
 
 class ParameterVector:
@@ -132,11 +133,9 @@ class ParameterVector:
     @torch.no_grad()
     def decay_value(self) -> float:
         """Return ½ Σ c ‖θ‖²; the last dimension is summed in the vectors' dtype, for speed, the others in float64."""
-        return sum(
-            0.5 * c * float(whole(p.to(self.dtype).square().sum(-1).sum(dtype=torch.float64)))
-            for c, p in zip(self._decay, self.params, strict=True)
-            if c
-        )
+        decayed = [(c, p) for c, p in zip(self._decay, self.params, strict=True) if c]
+        squares = [whole(p.to(self.dtype).square().sum(-1).sum(dtype=torch.float64)) for _, p in decayed]
+        return sum(0.5 * c * square for (c, _), square in zip(decayed, numbers_of(squares), strict=True))
 
     @torch.no_grad()
     def add_decay(self, out: Tensor, start: int, x: Tensor | None = None) -> None:
@@ -152,11 +151,9 @@ class ParameterVector:
     @torch.no_grad()
     def decay_slope(self, direction: Tensor) -> float:
         """Return the decay's derivative Σ c θ·d along a direction d [P]."""
-        return sum(
-            c * float(whole((p.to(self.dtype) * d).sum(dtype=torch.float64)))
-            for c, p, d in zip(self._decay, self.params, self.unflatten(direction), strict=True)
-            if c
-        )
+        moved = [(c, p, d) for c, p, d in zip(self._decay, self.params, self.unflatten(direction), strict=True) if c]
+        products = [whole((p.to(self.dtype) * d).sum(dtype=torch.float64)) for _, p, d in moved]
+        return sum(c * product for (c, *_), product in zip(moved, numbers_of(products), strict=True))
 
     @property
     def decay(self) -> Sequence[float]:

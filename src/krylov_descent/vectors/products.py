@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from krylov_descent.distributed import Comm
+
+
+def numbers_of(xs: Sequence[Tensor]) -> list[float]:
+    """Return 0-d tensors as numbers, read from their device at once: each read waits for all that was computed there.
+
+    Example:
+        >>> numbers_of([torch.tensor(1.5), torch.tensor(True), torch.tensor(2.0, dtype=torch.float64)])
+        [1.5, 1.0, 2.0]
+    """
+    return torch.stack([x.detach().double() for x in xs]).tolist() if xs else []
 
 
 def dot(x: Tensor, y: Tensor, comm: Comm) -> float:
