@@ -29,7 +29,7 @@ def steps(bend: float, seen: list[Tensor] | None = None) -> StraightSteps:
         return (loss if math.isfinite(loss) else math.inf), change
 
     pinv = torch.linalg.pinv(J)
-    return StraightSteps(PHI, RHO, J @ PHI, lambda e: -pinv @ e, look, lambda v: float(v.norm()))
+    return StraightSteps(PHI, float(PHI.norm()), RHO, J @ PHI, lambda e: -pinv @ e, look, lambda v: float(v.norm()))
 
 
 @pytest.mark.parametrize(("eta", "bend"), [(0.5, -3.0), (1.0, -1.0)])

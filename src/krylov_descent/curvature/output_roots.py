@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from krylov_descent.objective.closure import Evaluation, row_scaled
+from krylov_descent.vectors.products import numbers_of
 
 _BLOCK = 64  # the largest number of outputs of a row for which a dense block is formed
 _ALL = 16  # the largest number of outputs of a row that each get a cotangent; more are combined at random
@@ -66,7 +67,7 @@ def coupled(outputs: Sequence[Tensor], deltas: Sequence[Tensor | None]) -> tuple
         v = _magnitudes(z)
         found = torch.autograd.grad(delta, outputs, v, retain_graph=True, allow_unused=True, materialize_grads=True)
         # Rows without finite curvature are ignored.
-        sizes = [float(h.detach().nan_to_num(0.0, 0.0, 0.0).abs().max()) if h.numel() else 0.0 for h in found]
+        sizes = numbers_of([h.detach().nan_to_num(0.0, 0.0, 0.0).abs().amax() if h.numel() else h.sum() for h in found])
         for j, size in enumerate(sizes):
             if j != i and size > torch.finfo(v.dtype).eps ** 0.5 * sizes[i]:
                 return min(i, j), max(i, j)
@@ -93,11 +94,13 @@ def output_roots(z: Tensor, delta: Tensor | None, S: Tensor, signs: torch.Genera
     v = s * _magnitudes(z)
     probed = _product(z, delta, v)
     known = (diagonal.isfinite() & probed.isfinite()).reshape(rows, c).all(1)
-    if not bool(known.any()):
+    some, every, diagonal_alone = numbers_of([known.any(), known.all(), _near(probed, diagonal * v)])
+    if not some:
         return "its second derivative is nowhere finite (|r|^p with p < 2, or a norm, at zero: smooth it)"
-    if not bool(known.all()):  # rows without finite curvature count as zero
+    if not every:  # rows without finite curvature count as zero
         diagonal, probed = (torch.where(_per_row(known, x), x, 0) for x in (diagonal, probed))
-    if _close(probed, diagonal * v):
+        diagonal_alone = _close(probed, diagonal * v)
+    if diagonal_alone:
         h = diagonal.reshape(rows, c)[S].clamp(min=0)
         root = h.sqrt()
         rho = torch.where(h > 0, flat / root, 0)
@@ -156,8 +159,11 @@ def _per_row(rows: Tensor, x: Tensor) -> Tensor:
 
 
 def _close(x: Tensor, y: Tensor) -> bool:
-    scale = x.abs().max()
-    return bool((x - y).abs().max() <= torch.finfo(x.dtype).eps ** 0.5 * scale)
+    return bool(_near(x, y))
+
+
+def _near(x: Tensor, y: Tensor) -> Tensor:
+    return (x - y).abs().max() <= torch.finfo(x.dtype).eps ** 0.5 * x.abs().max()
 
 
 def _couples_rows(z: Tensor, delta: Tensor, v: Tensor, known: Tensor) -> bool:
