@@ -94,14 +94,11 @@ class ParameterVector:
     @torch.no_grad()
     def write(self, x: Tensor, direction: Tensor | None = None, alpha: float = 1.0) -> None:
         """Set θ to x, or to x + alpha·direction, in place."""
-        if direction is None:
-            torch._foreach_copy_(self.local, self.views(x))
-            return
-        for p, part, along in zip(self.local, self.views(x), self.views(direction), strict=True):
-            if p.dtype == part.dtype:
-                torch.add(part, along, alpha=alpha, out=p)
-            else:
-                p.copy_(part.add(along, alpha=alpha))
+        if direction is not None and self.params[0].dtype != self.dtype:  # rounded once
+            x, direction = x.add(direction, alpha=alpha), None
+        torch._foreach_copy_(self.local, self.views(x))
+        if direction is not None:
+            torch._foreach_add_(self.local, self.views(direction), alpha=alpha)
 
     def rounded(self, x: Tensor) -> Tensor:
         """Return x rounded to the parameters' dtype: x itself, unless they are of half precision."""
