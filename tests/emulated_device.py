@@ -1,10 +1,9 @@
-"""A device without hardware: tensors that say they are on it and compute on the CPU, and a count of what a GPU would do.
+"""A device without hardware: its tensors compute on the CPU, and what a GPU would wait for and launch is counted.
 
 A GPU runs behind the program: it is told operations (launches), and the program waits for it only where it reads a
 number (a synchronisation). Both are counted by source line and by phase of a step. Reads are ``float``, ``bool``,
-``item``, ``tolist``, copies between host and device unless ``non_blocking``, and operations whose result has a size that
-depends on values (``nonzero``, indices of truth values, ``unique``). Operations on tensors of both host and device
-raise, as on a GPU.
+``item``, ``tolist``, copies between host and device unless ``non_blocking``, and operations whose result's size depends
+on values (``nonzero``, indices of truth values, ``unique``). Operations on tensors of both host and device raise.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +38,7 @@ _WAITS = {
     _aten.unique_dim,
 }
 _INDEX = {_aten.index, _aten.index_put_, _aten.index_put}
-#: Operations that only describe memory, or that the device's own kernel does not have.
+#: Operations that only describe memory.
 _NO_LAUNCH = {
     _aten.detach, _aten.view, _aten._unsafe_view, _aten.t, _aten.transpose, _aten.permute, _aten.expand, _aten.alias,
     _aten.slice, _aten.select, _aten.split, _aten.split_with_sizes, _aten.unsqueeze, _aten.squeeze, _aten.as_strided,
@@ -80,7 +79,7 @@ class OnDevice(Tensor):
             if func is Tensor.numpy:
                 raise TypeError(f"can't convert {DEVICE} device type tensor to numpy")
             if func in (Tensor.data_ptr, Tensor.untyped_storage):
-                return func(args[0].host)
+                return func(getattr(args[0], "host", args[0]))
             if func is Tensor.cpu:
                 return _moved(args[0], torch.device("cpu"))
             if func is Tensor.to:
@@ -140,7 +139,7 @@ def _run(func: Any, args: Sequence[Any], kwargs: dict[str, Any], see: Callable[[
     on_device = [x for x in tensors if isinstance(x, OnDevice)]
     packet = func.overloadpacket
     if packet is _aten.copy_ and len(on_device) == 1:
-        _count("device to host" if on_device[0] is args[1] else "host to device", waits=not args[2:3] == (True,))
+        _count("device to host" if on_device[0] is args[1] else "host to device", waits=args[2:3] != (True,))
     elif packet is not _aten._to_copy and on_device:
         alone = [x for x in tensors if x.ndim and not isinstance(x, OnDevice)]
         if alone and packet not in _INDEX:
@@ -207,6 +206,10 @@ class Count(TorchDispatchMode):
                 self.waits[phase, kind, line] += 1
         self._pending = []
 
+    def by_line(self) -> list[str]:
+        """Return the synchronisations by line, the most frequent first."""
+        return [f"{n:5} {' '.join(key)}" for key, n in self.waits.most_common()]
+
     def phases(self) -> dict[str, tuple[int, int]]:
         """Return the numbers of synchronisations and launches of each phase."""
         names = sorted({phase for phase, *_ in self.waits} | {phase for phase, _ in self.launches})
@@ -255,9 +258,3 @@ def on_device(x: Any) -> Any:
                     module._buffers[name] = OnDevice(buffer)
         return x
     return OnDevice(x.detach()).requires_grad_(x.requires_grad)
-
-
-def lines(count: Count, kinds: Iterable[str] = ()) -> list[str]:
-    """Return synchronisations by line, the most frequent first."""
-    del kinds
-    return [f"{n:5} {' '.join(key)}" for key, n in count.waits.most_common()]

@@ -71,7 +71,6 @@ class Factored:
         return self._comm.sum(self._J.double() @ v.double()).to(v.dtype)
 
 
-
 def _joined(parts: Tensor) -> Tensor:
     """Return the triangle of all ranks' columns from that of each [ranks, m, m]."""
     return parts[0] if len(parts) == 1 else _triangle(parts.flatten(0, 1))
