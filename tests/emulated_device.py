@@ -55,7 +55,7 @@ class OnDevice(Tensor):
     @staticmethod
     def __new__(cls, host: Tensor) -> OnDevice:
         assert not isinstance(host, OnDevice)
-        made: OnDevice = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made: OnDevice = torch.Tensor._make_wrapper_subclass(
             cls, host.shape, strides=host.stride(), storage_offset=host.storage_offset(), dtype=host.dtype
         )
         made.host = host
@@ -87,7 +87,9 @@ class OnDevice(Tensor):
             return func(*args, **kwargs)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
         """Compute outside of a count."""
         return _run(func, args, kwargs or {}, lambda kind: None)
 
@@ -171,7 +173,7 @@ def _here() -> str:
     return "outside" if frame is None else f"{frame.f_code.co_filename.removeprefix(_PACKAGE)}:{frame.f_lineno}"
 
 
-class Count(TorchDispatchMode):
+class Count(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts synchronisations and launches while active.
 
     Attributes:
@@ -180,7 +182,7 @@ class Count(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.waits: Counter[tuple[str, str, str]] = Counter()
         self.launches: Counter[tuple[str, str]] = Counter()
         self._phase = "around"
@@ -227,13 +229,13 @@ def counted() -> Iterator[Count]:
     """Count inside, by phase of the steps."""
     count, lap, begin = Count(), StepLog.lap, StepLog.__init__
 
-    def begun(log: StepLog, comm: Any) -> None:
+    def begun(self: StepLog, comm: Any) -> None:
         count.close("around")
-        begin(log, comm)
+        begin(self, comm)
 
-    def lapped(log: StepLog, phase: str) -> None:
+    def lapped(self: StepLog, phase: str) -> None:
         count.close(phase)
-        lap(log, phase)
+        lap(self, phase)
 
     _counting.append(count)
     StepLog.lap, StepLog.__init__ = lapped, begun  # type: ignore[method-assign]

@@ -100,7 +100,7 @@ def chosen(losses: Callable[[float], float], settles: Callable[[float], int | No
 
     fractions = [2.0**-k for k in range(-1, 5)]
     of = steps(0.0)
-    known = Known(of.phi, of.rho, of.straight, of.correct, of.look, of.norm)
+    known = Known(of.phi, of.length, of.rho, of.straight, of.correct, of.look, of.norm)
     return known.lowest(fractions, fractions.index(first), 1.0).fraction
 
 

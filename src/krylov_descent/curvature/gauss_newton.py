@@ -49,7 +49,9 @@ class GaussNewtonGraph(MicrobatchGraph):
         found = []
         for Jv in images:
             HJv = self._bent(Jv)
-            found += [sum((x * y).sum(dtype=torch.float64) for x, y in zip(Ju, HJv, strict=True)) for Ju in images]
+            for Ju in images:
+                terms = [(x * y).sum(dtype=torch.float64) for x, y in zip(Ju, HJv, strict=True)]
+                found.append(sum(terms[1:], terms[0]))
         return torch.stack(found).reshape(m, m).T.cpu()
 
     def _bent(self, Jv: Sequence[Tensor]) -> tuple[Tensor, ...]:

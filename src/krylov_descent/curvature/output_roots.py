@@ -163,7 +163,8 @@ def _close(x: Tensor, y: Tensor) -> bool:
 
 
 def _near(x: Tensor, y: Tensor) -> Tensor:
-    return (x - y).abs().max() <= torch.finfo(x.dtype).eps ** 0.5 * x.abs().max()
+    near: Tensor = (x - y).abs().max() <= torch.finfo(x.dtype).eps ** 0.5 * x.abs().max()
+    return near
 
 
 def _couples_rows(z: Tensor, delta: Tensor, v: Tensor, known: Tensor) -> bool:

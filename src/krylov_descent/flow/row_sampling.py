@@ -63,7 +63,7 @@ def sizes_of(evaluation: Evaluation) -> list[Tensor]:
         n = z.shape[0] if z.ndim else 1
         size = (torch.zeros_like(z) if delta is None else delta).detach().reshape(n, z.numel() // max(1, n))
         found.append(size.double().square().sum(1).nan_to_num(0.0, 0.0, 0.0))
-    return list(torch.cat(found).cpu().split([len(size) for size in found])) if found else []
+    return list(torch.split(torch.cat(found).cpu(), [len(size) for size in found])) if found else []
 
 
 def counts(shapes: Shapes, wanted: int) -> list[int]:

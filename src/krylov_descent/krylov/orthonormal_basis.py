@@ -200,7 +200,7 @@ class _Basis:
         rest = self._comm.sum(V.sweep(found[1 : m + 1], x))  # lines 10-13
         read = torch.cat([found, rest]).to("cpu", torch.float64)
         square, remaining, again = float(read[0]), float(read[-1]), read[len(found) : -1]
-        if m and not self._note(*read[m + 1 : len(found)].split(m)):
+        if m and not self._note(*torch.split(read[m + 1 : len(found)], m)):
             return False
         if not torch.finfo(u.dtype).tiny / eps**2 < square < math.inf:  # the square left the range of the dtype
             largest = float(self._comm.max(torch.linalg.vector_norm(u, torch.inf) if len(u) else u.new_zeros(())))

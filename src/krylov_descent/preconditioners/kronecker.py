@@ -346,8 +346,8 @@ def _shared(objective: Objective, sums: dict[int, Sums], roles: ParameterRoles, 
             into.copy_(x.view_as(into))
         sums = every
     biases = {role.bias_of: i for i, role in roles.items() if role.bias_of is not None}
-    factored = {i: x for i in owners if isinstance(x := sums.get(i), FactorSums)}
-    calls = dict(zip(factored, numbers_of([x.calls for x in factored.values()]), strict=True))
+    factored = {i: summed for i in owners if isinstance(summed := sums.get(i), FactorSums)}
+    calls = dict(zip(factored, numbers_of([summed.calls for summed in factored.values()]), strict=True))
     found: dict[int, AnyBlock | None] = {}
     for i in owners:
         block, of_block = roles[i].block, sums.get(i)
