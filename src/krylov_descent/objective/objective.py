@@ -100,6 +100,11 @@ class _Gathered:
         self.losses.append(loss)
         self.weights.append(weight)
 
+    @property
+    def broken(self) -> bool:
+        """Whether the last loss is not finite."""
+        return bool(self.losses) and self.weights[-1] > 0 and not bool(self.losses[-1].isfinite())
+
 
 def _as_it_is(evaluate: Callable[[], Evaluation], seen: Footprint) -> Evaluation:
     with seen:
@@ -221,13 +226,18 @@ class Objective:
     def differentiate(
         self, batches: Iterable[Microbatch], statistics: Statistics | None = None, along: Tensor | None = None
     ) -> Derivative:
-        """Return f, its slope along a direction [P], and ∇f."""
+        """Return f, its slope along a direction [P], and ∇f.
+
+        Without statistics, the pass ends after a micro-batch whose loss is not finite.
+        """
         comm, parameters = self.comm, self.parameters
         total, gathered = WeightedSum(parameters), _Gathered()
 
         def work() -> None:
             try:
                 for batch in batches:
+                    if statistics is None and gathered.broken:
+                        break
                     loss, weight = self._add_gradient(batch, statistics, total)
                     gathered.add(loss, weight)
                 gathered.slope = None if along is None else total.dot(along, comm)
