@@ -1,8 +1,12 @@
-"""How often a step waits for its device, and how much it launches, on a device without hardware."""
+"""How often a step waits for its device, and how much it launches, on a device without hardware.
+
+``python -m tests.test_synchronisations`` prints the counts by phase, and the synchronisations by line.
+"""
 
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -119,3 +123,13 @@ def test_the_counter_counts_reads_and_refuses_mixed_devices() -> None:
     kinds = sorted(kind for _, kind, _ in count.waits.elements())
     assert kinds == ["_local_scalar_dense"] * 2 + ["device to host"] * 2 + ["host to device", "index of truth values"]
     assert sum(count.launches.values()) >= 5
+
+
+if __name__ == "__main__":
+    for configuration in CONFIGURATIONS:
+        of_steps, counts = trained(configuration)
+        last = of_steps[-1]
+        sys.stdout.write(f"{configuration}: {last.inner_evaluations} evaluations, {last.inner_iterations} iterations\n")
+        for phase, (waits, launches) in counts.phases().items():
+            sys.stdout.write(f"  {phase}: {waits} synchronisations, {launches} launches\n")
+        sys.stdout.writelines(f"  {line}\n" for line in counts.by_line())
