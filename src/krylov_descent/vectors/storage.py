@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 _CHUNK = 1 << 21  # elements of V converted at a time
-_CACHED = 1 << 15  # columns of V that fit the cache: best of 2^14 … 2^17 at 10 and 20 rows
+_CACHED = 1 << 15  # columns of V that fit a CPU's cache: best of 2^12 … 2^17 at 5, 10 and 20 rows
 
 
 class BasisStorage:
@@ -85,7 +85,7 @@ class BasisStorage:
     def products(self, xs: Sequence[Tensor]) -> Tensor:
         """Return V x [n, m] of n vectors; each part of V is read from memory once."""
         total = torch.zeros(len(xs), self.m, dtype=self.dtype, device=self.device)
-        for i, j, part in self._parts(_CACHED if self.direct else None):
+        for i, j, part in self._parts(self._together):
             total.addmm_(torch.stack([x[i:j] for x in xs]), part.T)
         return total
 
@@ -112,7 +112,7 @@ class BasisStorage:
         Each part of V is read from memory once. Sums of few parts are as accurate as one of few numbers.
         """
         total = torch.zeros(self.m + 1, dtype=self.dtype, device=self.device)
-        for i, j, part in self._parts(_CACHED if self.direct else None):
+        for i, j, part in self._parts(self._together):
             rest = x[i:j].addmv_(part.T, c, alpha=-1)
             total[:-1].addmv_(part, rest)
             total[-1] += rest @ rest
@@ -130,6 +130,13 @@ class BasisStorage:
     def tensor(self) -> Tensor:
         """Return V in the vectors' dtype: a view if V is direct, otherwise a copy."""
         return self._buffer[: self.m].to(self.device, self.dtype)
+
+    @property
+    def _together(self) -> int | None:
+        """The number of columns of V to read at a time for several uses: all of them where each part is a launch."""
+        if not self.direct:
+            return None
+        return _CACHED if self.device.type == "cpu" else max(1, self._buffer.shape[1])
 
     def _parts(self, step: int | None = None) -> Iterator[tuple[int, int, Tensor]]:
         """Yield i, j and the columns [i, j) of V, converted."""
