@@ -18,7 +18,7 @@ def numbers_of(xs: Sequence[Tensor]) -> list[float]:
         >>> numbers_of([torch.tensor(1.5), torch.tensor(True), torch.tensor(2.0, dtype=torch.float64)])
         [1.5, 1.0, 2.0]
     """
-    return torch.stack([x.detach().double() for x in xs]).tolist() if xs else []
+    return torch.stack([*xs]).tolist() if xs else []  # in the widest of their dtypes
 
 
 def dot(x: Tensor, y: Tensor, comm: Comm) -> float:
