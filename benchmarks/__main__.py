@@ -75,6 +75,7 @@ def run_step(quick: bool) -> dict[str, Any]:
     found = {}
     for name, widths, samples, rounds in (
         ("CURVES autoencoder", problems.CURVES, 20_000, 5 if quick else 21),
+        ("MNIST autoencoder", problems.AUTOENCODER, 10_000, 1 if quick else 7),
         ("MNIST autoencoder", problems.AUTOENCODER, 60_000, 1 if quick else 7),
     ):
         problem = trainable(name, widths, samples)

@@ -29,7 +29,7 @@ def steps(bend: float, seen: list[Tensor] | None = None) -> StraightSteps:
         return (loss if math.isfinite(loss) else math.inf), change
 
     pinv = torch.linalg.pinv(J)
-    return StraightSteps(PHI, RHO, J @ PHI, lambda e: -pinv @ e, look, lambda v: float(v.norm()))
+    return StraightSteps(PHI, float(PHI.norm()), RHO, J @ PHI, lambda e: -pinv @ e, look, lambda v: float(v.norm()))
 
 
 @pytest.mark.parametrize(("eta", "bend"), [(0.5, -3.0), (1.0, -1.0)])
@@ -100,7 +100,7 @@ def chosen(losses: Callable[[float], float], settles: Callable[[float], int | No
 
     fractions = [2.0**-k for k in range(-1, 5)]
     of = steps(0.0)
-    known = Known(of.phi, of.rho, of.straight, of.correct, of.look, of.norm)
+    known = Known(of.phi, of.length, of.rho, of.straight, of.correct, of.look, of.norm)
     return known.lowest(fractions, fractions.index(first), 1.0).fraction
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -100,6 +103,33 @@ def test_two_passes_keep_orthogonality_in_float32_at_80_vectors() -> None:
     theirs = float((as_printed.T @ as_printed - torch.eye(81)).abs().max())
     assert ours < 1e-5
     assert theirs > 10 * ours
+
+
+def test_long_vectors_are_orthonormal_in_float32() -> None:
+    """A float32 sum of a million squares in one go is off by 1e-5."""
+    torch.manual_seed(0)
+    H, g, d_prev = torch.logspace(0, -4, 1_000_000)[torch.randperm(1_000_000)], *torch.randn(2, 1_000_000)
+    subspace = krylov_basis(lambda v: H * v, lambda w: w, g, d_prev, 6, BasisStorage(7, g), SingleProcess())
+    V = subspace.V.tensor().double()
+    error = float((V @ V.T - torch.eye(7, dtype=torch.float64)).abs().max())
+    assert error < 1e-5
+    assert subspace.orthogonality_error == pytest.approx(error, abs=2e-6)
+
+
+def test_a_vector_takes_two_passes_over_the_basis_or_three(monkeypatch: pytest.MonkeyPatch) -> None:
+    passes: Counter[str] = Counter()
+    for name in ("dots", "products", "sweep", "subtract", "gram"):
+        original = getattr(BasisStorage, name)
+
+        def noted(V: BasisStorage, *args: object, name: str = name, original: Any = original) -> Any:
+            passes[name] += 1
+            return original(V, *args)
+
+        monkeypatch.setattr(BasisStorage, name, noted)
+    H, D, g, d_prev = setup(400, dtype=torch.float32)
+    assert build(H, D, g, d_prev, 20).orthogonality_error < 1e-5
+    assert passes.total() - passes["subtract"] == 2 * 21 + 2  # and H̄ of the last Krylov vector and of d_prev
+    assert passes["subtract"] < 21
 
 
 @pytest.mark.parametrize("scale", [1e-25, 1e25])

@@ -20,7 +20,6 @@ from krylov_descent.preconditioners.kronecker_blocks import (
     LayerBlock,
     PulledBlock,
     TableBlock,
-    trace,
 )
 from krylov_descent.preconditioners.statistics import BLOCKS, ParameterRole
 from krylov_descent.vectors.parameters import ParameterVector
@@ -70,12 +69,12 @@ def test_means_of_sums() -> None:
     def sums(calls: float) -> FactorSums:
         return FactorSums(A.clone(), G.clone(), torch.tensor(calls, dtype=F64))
 
-    layer = LayerBlock.mean(sums(2.0), 5.0, bias=1)
+    layer = LayerBlock.mean(sums(2.0), 5.0, bias=1, calls=2.0)
     assert layer is not None
     assert (layer.bias, layer.begun, layer.inputs_inverse) == (1, 1, None)
     torch.testing.assert_close([*layer.tensors()], [A / 2, G / 5])
-    assert type(TableBlock.mean(sums(2.0), 5.0, None)) is TableBlock
-    assert LayerBlock.mean(sums(0.0), 5.0, bias=1) is None  # nothing called it
+    assert type(TableBlock.mean(sums(2.0), 5.0, None, 2.0)) is TableBlock
+    assert LayerBlock.mean(sums(0.0), 5.0, bias=1, calls=0.0) is None  # nothing called it
     torch.testing.assert_close([*PulledBlock.mean(sums(0.0), 5.0).tensors()], [A / A.trace(), G / 5])
     nothing = PulledBlock.mean(FactorSums(torch.zeros(4, 4), torch.zeros(3, 3), torch.zeros(())), 5.0)
     assert not any(x.any() for x in nothing.tensors())
@@ -136,7 +135,7 @@ def test_without_influence_there_is_the_damping_alone(a: int, g: int) -> None:
 def test_what_rounding_made_negative_is_inverted_all_the_same() -> None:
     M = spd(4, 0)
     M[0] = M[:, 0] = 0
-    M[0, 0] = -1e-3 * trace(M)
+    M[0, 0] = -1e-3 * float(M.trace())
     inverse = LayerBlock(inputs=M, outputs=spd(3, 1)).inverted(1e-12).inputs_inverse
     assert inverse is not None
     assert float(torch.linalg.eigvalsh(inverse).min()) > 0

@@ -106,7 +106,10 @@ def test_rows_in_another_dtype(dtype: torch.dtype, stored: torch.dtype, monkeypa
     torch.testing.assert_close(rows.combine(c), held.T @ c, **tolerance)
     torch.testing.assert_close(rows.gram(), held @ held.T, **tolerance)
     left = x.clone()
-    torch.testing.assert_close(rows.sweep(c, left), held @ (x - held.T @ c), **tolerance)
+    rest = x - held.T @ c
+    torch.testing.assert_close(rows.sweep(c, left), torch.cat([held @ rest, (rest @ rest)[None]]), **tolerance)
+    torch.testing.assert_close(rows.products([x, rest]), torch.stack([held @ x, held @ rest]), **tolerance)
+    torch.testing.assert_close(rows.row(3), held[3])
     torch.testing.assert_close(left, x - held.T @ c, **tolerance)
     rows.subtract(c, left)
     torch.testing.assert_close(left, x - 2 * held.T @ c, **tolerance)

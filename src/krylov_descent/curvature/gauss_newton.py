@@ -43,13 +43,17 @@ class GaussNewtonGraph(MicrobatchGraph):
 
     def gram(self, vectors: Sequence[Sequence[Tensor]]) -> Tensor:
         """Return [(Jvᵢ)ᵀ H_L Jvⱼ], float64 on the CPU, without pull-backs to the parameters."""
-        found = torch.zeros(len(vectors), len(vectors), dtype=torch.float64, device="cpu")
-        images = [self._linear.jvp(v) for v in vectors] if self._dL_dz else []
-        for j, Jv in enumerate(images):
+        m = len(vectors)
+        if not self._dL_dz:
+            return torch.zeros(m, m, dtype=torch.float64, device="cpu")
+        images = [self._linear.jvp(v) for v in vectors]
+        found = []
+        for Jv in images:
             HJv = self._bent(Jv)
-            for i, Ju in enumerate(images):
-                found[i, j] = sum(float(summed(x * y)) for x, y in zip(Ju, HJv, strict=True))
-        return found
+            for Ju in images:
+                terms = [summed(x * y) for x, y in zip(Ju, HJv, strict=True)]
+                found.append(sum(terms[1:], terms[0]))
+        return torch.stack(found).reshape(m, m).T.cpu()
 
     def _bent(self, Jv: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Jv → H_L Jv, line 10."""

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from krylov_descent.objective.closure import Evaluation, row_scaled
 from krylov_descent.vectors.float64 import wide
+from krylov_descent.vectors.products import numbers_of
 
 _BLOCK = 64  # the largest number of outputs of a row for which a dense block is formed
 _ALL = 16  # the largest number of outputs of a row that each get a cotangent; more are combined at random
@@ -67,7 +68,7 @@ def coupled(outputs: Sequence[Tensor], deltas: Sequence[Tensor | None]) -> tuple
         v = _magnitudes(z)
         found = torch.autograd.grad(delta, outputs, v, retain_graph=True, allow_unused=True, materialize_grads=True)
         # Rows without finite curvature are ignored.
-        sizes = [float(h.detach().nan_to_num(0.0, 0.0, 0.0).abs().max()) if h.numel() else 0.0 for h in found]
+        sizes = numbers_of([h.detach().nan_to_num(0.0, 0.0, 0.0).abs().amax() if h.numel() else h.sum() for h in found])
         for j, size in enumerate(sizes):
             if j != i and size > torch.finfo(v.dtype).eps ** 0.5 * sizes[i]:
                 return min(i, j), max(i, j)
@@ -94,11 +95,13 @@ def output_roots(z: Tensor, delta: Tensor | None, S: Tensor, signs: torch.Genera
     v = s * _magnitudes(z)
     probed = _product(z, delta, v)
     known = (diagonal.isfinite() & probed.isfinite()).reshape(rows, c).all(1)
-    if not bool(known.any()):
+    some, every, diagonal_alone = numbers_of([known.any(), known.all(), _near(probed, diagonal * v)])
+    if not some:
         return "its second derivative is nowhere finite (|r|^p with p < 2, or a norm, at zero: smooth it)"
-    if not bool(known.all()):  # rows without finite curvature count as zero
+    if not every:  # rows without finite curvature count as zero
         diagonal, probed = (torch.where(_per_row(known, x), x, 0) for x in (diagonal, probed))
-    if _close(probed, diagonal * v):
+        diagonal_alone = _close(probed, diagonal * v)
+    if diagonal_alone:
         h = diagonal.reshape(rows, c)[S].clamp(min=0)
         root = h.sqrt()
         rho = torch.where(h > 0, flat / root, 0)
@@ -157,8 +160,12 @@ def _per_row(rows: Tensor, x: Tensor) -> Tensor:
 
 
 def _close(x: Tensor, y: Tensor) -> bool:
-    scale = x.abs().max()
-    return bool((x - y).abs().max() <= torch.finfo(x.dtype).eps ** 0.5 * scale)
+    return bool(_near(x, y))
+
+
+def _near(x: Tensor, y: Tensor) -> Tensor:
+    near: Tensor = (x - y).abs().max() <= torch.finfo(x.dtype).eps ** 0.5 * x.abs().max()
+    return near
 
 
 def _couples_rows(z: Tensor, delta: Tensor, v: Tensor, known: Tensor) -> bool:
@@ -186,12 +193,12 @@ def _unit(z: Tensor, j: int) -> Tensor:
 def _magnitudes(z: Tensor) -> Tensor:
     """Return entries that are all different: equal entries of coupled outputs would hide the coupling."""
     numbers = torch.arange(1, z.numel() + 1, dtype=torch.float64, device="cpu")
-    return numbers.cos_().div_(2).add_(1.5).to(z.device, z.dtype).view_as(z)
+    return numbers.cos_().div_(2).add_(1.5).to(z.device, z.dtype, non_blocking=True).view_as(z)
 
 
 def _signs(z: Tensor, generator: torch.Generator) -> Tensor:
     s = torch.randint(0, 2, z.shape, generator=generator, device="cpu").mul_(2).sub_(1)
-    return s.to(z.device, z.dtype)
+    return s.to(z.device, z.dtype, non_blocking=True)
 
 
 _BITS = 32  # signs from one hash
@@ -228,7 +235,7 @@ def keyed_signs(key: Sequence[int], position: int, z: Tensor) -> Tensor:
     row = torch.arange(position, position + rows, device="cpu")[:, None]
     hashed = _mixed(_mixed(row * _ODD[0] + _seed(key)) + torch.arange(1, groups + 1, device="cpu") * _ODD[0])
     bits = (hashed[:, :, None] >> torch.arange(_BITS, device="cpu")) & 1
-    signs = bits.reshape(rows, -1)[:, :c].to(z.device, z.dtype)
+    signs = bits.reshape(rows, -1)[:, :c].to(z.device, z.dtype, non_blocking=True)
     return signs.mul_(2).sub_(1).reshape(z.shape)
 
 
@@ -248,12 +255,13 @@ def _root(z: Tensor, delta: Tensor, s: Tensor, generator: torch.Generator) -> Te
     """Return u, or None if rows are coupled, or too many outputs of a row."""
     # All entries differ: equal signs in a row would not test it. Computed in float64, as half precision has too few
     # distinct numbers.
-    v = torch.arange(1, z.numel() + 1, dtype=torch.float64, device="cpu").cos_().to(z.device, z.dtype).view_as(z)
+    v = torch.arange(1, z.numel() + 1, dtype=torch.float64, device="cpu").cos_()
+    v = v.to(z.device, z.dtype, non_blocking=True).view_as(z)
     diagonal, probed = _product(z, delta, torch.ones_like(z)), _product(z, delta, v)
-    if not bool(probed.isfinite().all()):
-        return probed  # the caller sees that it is not finite
     if _close(probed, diagonal * v):
         return diagonal.clamp(min=0).sqrt_().mul_(s)
+    if not bool(probed.isfinite().all()):
+        return probed  # the caller sees that it is not finite
     for dim in {1, z.ndim - 1} if z.ndim > 1 else ():
         u = _softmax_root(z.detach(), probed, v, s, dim)
         if u is not None:

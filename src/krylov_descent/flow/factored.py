@@ -7,14 +7,12 @@ products over the ranks. The functions are independent of any model.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from krylov_descent.distributed import Comm, stacked
 from krylov_descent.vectors.float64 import wide
-from krylov_descent.vectors.products import length
+from krylov_descent.vectors.products import numbers_of
 
 _ENOUGH = 0.9  # share of the residuals that φ is to remove
 _WANTED, _SHORTEST = 2.0**-5, 2.0**-8  # target of η, within a factor of two; the shortest while φ removes too little
@@ -73,10 +71,6 @@ class Factored:
         """Return Jv [m]."""
         return self._comm.sum(wide(self._J) @ wide(v)).to(v)
 
-    def norm(self, v: Tensor) -> float:
-        """Return ‖v‖."""
-        return length(v, self._comm)
-
 
 def _joined(parts: Tensor) -> Tensor:
     """Return the triangle of all ranks' columns from that of each [ranks, m, m]."""
@@ -103,13 +97,13 @@ def damped_steps(sketch: Factored, g: Tensor, lam: Tensor) -> Tensor:
 
 def removed(sketch: Factored, rho: Tensor, phi: Tensor) -> float:
     """Return −ρᵀJφ/ρᵀρ, the share of the residuals that φ removes, to first order."""
-    square = float(rho @ rho)
-    return -float(rho @ sketch.along(phi)) / square if square > 0 else 1.0
+    square, change = numbers_of([rho @ rho, rho @ sketch.along(phi)])
+    return -change / square if square > 0 else 1.0
 
 
-def within_reach(v: Tensor, theta: Tensor, norm: Callable[[Tensor], float]) -> Tensor:
-    """Return v, shortened if it is longer than φ may be."""
-    return v * min(1.0, _FAR * norm(theta) / max(norm(v), 1e-300))
+def within_reach(v: Tensor, size: float, of_theta: float) -> Tensor:
+    """Return v of length ``size``, shortened if it is longer than φ may be."""
+    return v * min(1.0, _FAR * of_theta / max(size, 1e-300))
 
 
 def new_damping(damping: float, fraction: float, share: float, reach: float) -> float:

@@ -22,6 +22,7 @@ from krylov_descent.flow.owners import Colour, Owners, Slots, same_points
 from krylov_descent.flow.taps import Left, Taps
 from krylov_descent.layers.verify import COARSE, due, tolerance
 from krylov_descent.objective.objective import PROBE, Objective
+from krylov_descent.vectors.products import numbers_of
 
 _CHUNK = 64  # batched backward passes, one for each row
 _FEW = 32  # most parameter entries outside linear layers, each of which takes a derivative of a backward pass
@@ -34,27 +35,33 @@ class MovedError(Exception):
 def write_rows(taps: Taps, z: Tensor, colours: Sequence[Colour], S: Tensor, u: Tensor, into: Sequence[Tensor]) -> int:
     """Write uᵢᵀ∂zᵢ/∂θ for all i in S into views [s, …] of the parameters' columns; return the backward passes taken.
 
+    S is in host memory, where its members of a colour need no read.
+
     Raises:
         MovedError: the closure takes another path than when the colours were learnt.
     """
     for view in into:
         view.zero_()
     computed = [into[0].new_zeros(len(S), *W.shape) for W in taps.weights[len(into) :]]
-    views, passes = [*into, *computed], 0
+    views, passes, missed = [*into, *computed], 0, list[Tensor]()
     for colour in colours:
         member = colour.rows[S]
         if not bool(member.any()):
             continue
         cotangent = torch.zeros_like(z)
-        cotangent[S[member]] = u[member]
+        mine = member.nonzero()[:, 0]
+        at, chosen = (x.to(z.device, non_blocking=True) for x in (S[mine], mine))
+        cotangent[at] = u[chosen]
         passes += 1
-        _add_rows(taps, taps.record(z, cotangent), colour, S, member, views)
+        missed += _add_rows(taps, taps.record(z, cotangent), colour, S, member, views)
+    if any(numbers_of(missed)):
+        raise MovedError
     for W, rows in zip(taps.weights[len(into) :], computed, strict=True):
         params = taps.weights[: len(into)]
         for view, row in zip(into, _batched(W, params, rows.to(W.dtype)), strict=True):
             if row is not None:
                 view += row
-    zs = z[S]
+    zs = z[S.to(z.device, non_blocking=True)]
     if outside := _outside(taps, zs, len(into)):
         try:
             _write_columns(zs, u, [taps.weights[i] for i in outside], [into[i] for i in outside])
@@ -65,11 +72,15 @@ def write_rows(taps: Taps, z: Tensor, colours: Sequence[Colour], S: Tensor, u: T
 
 def _add_rows(
     taps: Taps, left: dict[int, Left], colour: Colour, S: Tensor, member: Tensor, views: Sequence[Tensor]
-) -> None:
-    """Add what a backward pass left to the rows of its members; uses with the same owners in one product."""
+) -> list[Tensor]:
+    """Add what a backward pass left to the rows of its members; uses with the same owners in one product.
+
+    Returns whether rows that belonged to none have a gradient now, 0-d tensors.
+    """
     if not left.keys() <= colour.owners.keys():
         raise MovedError
     slots: dict[int, Slots] = {}
+    missed: list[Tensor] = []
     terms: dict[tuple[int | None, int | None, int], tuple[list[Tensor], list[Tensor]]] = {}
     for number, found in left.items():
         use, owner = taps.uses[number], colour.owners[number]
@@ -77,9 +88,8 @@ def _add_rows(
             raise MovedError
         key = id(owner)
         if key not in slots:
-            slots[key] = Slots(owner, S, member, len(colour.rows))
-        if slots[key].missed(found.incoming):
-            raise MovedError
+            slots[key] = Slots(owner, S, member, len(colour.rows), found.incoming.device)
+        missed += slots[key].missed(found.incoming)
         if not len(slots[key].slots):
             continue
         delta, a = terms.setdefault((use.weight, use.bias, key), ([], []))
@@ -98,6 +108,7 @@ def _add_rows(
                 view.index_add_(0, at, torch.bmm(d_, x_))
         if bias is not None:
             views[bias].index_add_(0, at, d.sum(1).to(views[bias].dtype))
+    return missed
 
 
 def _outside(taps: Taps, zs: Tensor, count: int) -> list[int]:
@@ -156,11 +167,15 @@ _ROUGHLY = 0.3  # relative tolerance for whole parameters, compared in place of 
 
 @dataclass(frozen=True, eq=False)
 class Wanted:
-    """The rows to compute of one output z: S and u [k, s, …]; ``samples`` is the cost of a closure call."""
+    """The rows to compute of one output z: S, also in host memory, and u [k, s, …].
+
+    ``samples`` is the cost of a closure call.
+    """
 
     output: int
     z: Tensor
     S: Tensor
+    S_on_host: Tensor
     u: Tensor
     samples: int
 
@@ -230,7 +245,7 @@ class RowWriter:
     def _together(self, taps: Taps, wanted: Wanted, params: Sequence[Tensor], block: Tensor) -> int:
         s, colours = len(wanted.S), self._colours[wanted.output]
         return sum(
-            write_rows(taps, wanted.z, colours, wanted.S, u, _columns(block[k * s : (k + 1) * s], params))
+            write_rows(taps, wanted.z, colours, wanted.S_on_host, u, _columns(block[k * s : (k + 1) * s], params))
             for k, u in enumerate(wanted.u)
         )
 

@@ -24,8 +24,8 @@ class Colour:
     """Output rows of which no two depend on the same row of a use, so that one backward pass serves them all.
 
     Attributes:
-        rows: which output rows these are [n].
-        owners: by use, the output row to which each of its rows belongs [R]; n for none.
+        rows: which output rows these are [n], in host memory.
+        owners: by use, the output row to which each of its rows belongs [R], in host memory; n for none.
     """
 
     rows: Tensor
@@ -48,7 +48,7 @@ class Owners:
             count += 1
             if count > _PARTS:
                 return None
-            rows = torch.zeros(n, dtype=torch.bool, device=z.device)
+            rows = torch.zeros(n, dtype=torch.bool, device="cpu")
             rows[low:high] = True
             if (owners := self._owners(taps, z, rows)) is None:
                 middle = (low + high) // 2
@@ -72,7 +72,8 @@ class Owners:
         n = len(z)
         random = torch.Generator("cpu").manual_seed(n)
         v = torch.rand(z.shape, generator=random, dtype=torch.float64, device="cpu").add_(0.5).to(z)
-        v[~rows] = 0
+        inside = rows.to(z.device)
+        v[~inside] = 0
 
         def pass_with(w: Tensor) -> dict[int, Left]:
             return taps.record(z, v * w.to(z).reshape(-1, *(1,) * (z.ndim - 1)))
@@ -98,8 +99,8 @@ class Owners:
             allowed = eps**0.5 * size + tolerance(eps) * size.max()
             if not bool(((left.incoming - w.to(was)[owner, None] * was).abs().amax(1) <= allowed).all()):
                 return None
-            owner[(size == 0) | ~rows[owner]] = n
-        return {use: self._one(owner) for use, owner in found.items()}
+            owner[(size == 0) | ~inside[owner]] = n
+        return {use: self._one(owner.cpu()) for use, owner in found.items()}
 
     def _one(self, owner: Tensor) -> Tensor:
         known = next((x for x in self._known if torch.equal(x, owner)), owner)
@@ -111,24 +112,24 @@ class Owners:
 class Slots:
     """The rows of a use that belong to chosen output rows, in the order of these.
 
+    All is found in host memory, where it needs no reads, and copied to the device of the use.
+
     Attributes:
         slots: the chosen rows that own any, by their number [k].
     """
 
-    def __init__(self, owner: Tensor, S: Tensor, member: Tensor, n: int) -> None:
-        number = torch.full((n + 1,), -1, dtype=torch.long, device=owner.device)
-        number[S[member]] = torch.arange(len(S), device=owner.device)[member]
+    def __init__(self, owner: Tensor, S: Tensor, member: Tensor, n: int, device: torch.device) -> None:
+        number = torch.full((n + 1,), -1, dtype=torch.long, device="cpu")
+        number[S[member]] = torch.arange(len(S), device="cpu")[member]
         slot = number[owner]
         at = (slot >= 0).nonzero()[:, 0]
         slot, order = slot[at].sort(stable=True)
-        self._at = at[order]
-        found = torch.unique_consecutive(slot, return_inverse=True, return_counts=True)
-        self.slots, self._which, counts = found
+        slots, which, counts = torch.unique_consecutive(slot, return_inverse=True, return_counts=True)
         self._width = int(counts.max()) if len(counts) else 0
-        self._even = len(self._at) == self._width * len(self.slots)
-        if not self._even:
-            self._rank = torch.arange(len(slot), device=slot.device) - (counts.cumsum(0) - counts)[self._which]
-        self._none = (owner == n).nonzero()[:, 0]
+        self._even = len(at) == self._width * len(slots)
+        rank = torch.arange(len(slot), device="cpu") - (counts.cumsum(0) - counts)[which]
+        beside = ((owner == n).nonzero()[:, 0], at[order], slots, *(() if self._even else (which, rank)))
+        self._none, self._at, self.slots, *self._places = [x.to(device, non_blocking=True) for x in beside]
 
     def of(self, x: Tensor) -> Tensor:
         """Return the rows of x [R, c], as [k, width, c]."""
@@ -136,12 +137,12 @@ class Slots:
         if self._even:
             return taken.view(len(self.slots), self._width, x.shape[1])
         placed = x.new_zeros(len(self.slots), self._width, x.shape[1])
-        placed[self._which, self._rank] = taken
+        placed[tuple(self._places)] = taken
         return placed
 
-    def missed(self, incoming: Tensor) -> bool:
-        """Whether a row that belonged to none has a gradient now."""
-        return bool(len(self._none)) and bool(incoming[self._none].any())
+    def missed(self, incoming: Tensor) -> list[Tensor]:
+        """Return whether a row that belonged to none has a gradient now, 0-d; nothing if there was no such row."""
+        return [incoming[self._none].any()] if len(self._none) else []
 
 
 def same_points(first: Sequence[Colour], second: Sequence[Colour]) -> bool:

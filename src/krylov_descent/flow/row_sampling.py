@@ -42,11 +42,13 @@ class Chosen:
     """The sampled rows of one output.
 
     Attributes:
-        rows: S [s], their indices, ascending.
-        chance: π [s], their inclusion probabilities.
+        rows: S [s], their indices, ascending, on the outputs' device.
+        known: S in host memory.
+        chance: π [s], their inclusion probabilities, in host memory.
     """
 
     rows: Tensor
+    known: Tensor
     chance: Tensor
 
 
@@ -61,8 +63,8 @@ def sizes_of(evaluation: Evaluation) -> list[Tensor]:
     for z, delta in zip(outputs, deltas, strict=True):
         n = z.shape[0] if z.ndim else 1
         size = (torch.zeros_like(z) if delta is None else delta).detach().reshape(n, z.numel() // max(1, n))
-        found.append(wide(size).square().sum(1).nan_to_num(0.0, 0.0, 0.0).cpu())
-    return found
+        found.append(wide(size).square().sum(1).nan_to_num(0.0, 0.0, 0.0))
+    return list(torch.split(torch.cat(found).cpu(), [len(size) for size in found])) if found else []
 
 
 def counts(shapes: Shapes, wanted: int) -> list[int]:
@@ -116,7 +118,7 @@ def choose(
     for key, s in most.items():
         chance = chances(summed[key], s)
         S = systematic(chance, s, generator)
-        drawn[key] = Chosen(S.to(device), chance[S])
+        drawn[key] = Chosen(S.to(device, non_blocking=True), S, chance[S])
     return [drawn[key] for key in alike]
 
 
@@ -246,10 +248,10 @@ class BatchRows:
                 continue
             S = drawn.rows
             whole &= len(S) == z.shape[0] and len(roots.u) in (0, math.prod(z.shape[1:]))
-            scale = drawn.chance.rsqrt().to(roots.rho)
+            scale = drawn.chance.rsqrt().to(roots.rho.device, roots.rho.dtype, non_blocking=True)
             u = roots.u * scale.reshape(1, -1, *(1,) * (roots.u.ndim - 2)).to(roots.u.dtype)
             if len(u):
-                found.append((Wanted(i, z, S, u, evaluation.samples), roots.rho * scale))
+                found.append((Wanted(i, z, S, drawn.known, u, evaluation.samples), roots.rho * scale))
         J = room(sum(rows.rows for rows, _ in found), objective)
         at = slow = 0
         for rows, _ in found:

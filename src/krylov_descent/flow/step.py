@@ -45,6 +45,7 @@ from krylov_descent.stepping.acceptance import Acceptance, MethodState, Sampler,
 from krylov_descent.stepping.gradient_pass import GradientPass
 from krylov_descent.stepping.search_result import SearchResult, at_rest, take
 from krylov_descent.stepping.step_log import StepLog
+from krylov_descent.vectors.products import length, lengths
 
 _FIRST, _LEAST, _MOST = 1e-6, 1e-18, 1e-2  # λ of the flow, relative to the trace of K: at first, and its bounds
 _SHORTEST = 2.0**-14
@@ -172,12 +173,14 @@ class Flow:
         adaptation = self.adaptation = _bounded(self._factored.trace, longest, least, known)
         self.details = {"fraction": 0.0, "damping": adaptation.flow_damping, "rows": float(len(self._sketch.J))}
         self._longest = longest
-        last, scale = at.last_step, adaptation.momentum_scale * settings.momentum
-        norm, theta = self._factored.norm, objective.point()
-        carried = None if last is None or not scale else within_reach(last * scale, theta, norm)
+        last, scale, theta = at.last_step, adaptation.momentum_scale * settings.momentum, objective.point()
+        carried = None if last is None or not scale else last * scale
+        of_theta, *others = lengths([theta] if carried is None else [theta, carried], comm)
+        carried = None if carried is None else within_reach(carried, others[0], of_theta)
         self.phi, self._correct = self._direction(carried, theta)
         self.details["removed"] = removed(self._factored, self._sketch.rho, self.phi)
-        self.details["reach"] = norm(self.phi) / max(norm(theta), 1e-300)
+        self._length = length(self.phi, comm)
+        self.details["reach"] = self._length / max(of_theta, 1e-300)
         at.notes += filter(None, [drawn.note, "" if len(self._sketch.J) == len(drawn.J) else _NOT_FINITE])
 
     def _direction(self, carried: Tensor | None, theta: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
@@ -248,8 +251,12 @@ class Flow:
         return found, replace(lost, lm_damping=self._dampings[-1])
 
     def _steps(self, look: Callable[[Tensor], tuple[float, Tensor]]) -> StraightSteps:
-        straight = self._factored.along(self.phi)
-        return StraightSteps(self.phi, self._sketch.rho, straight, self._correct, look, self._factored.norm)
+        straight, comm = self._factored.along(self.phi), self._objective.comm
+
+        def norm(v: Tensor) -> float:
+            return length(v, comm)
+
+        return StraightSteps(self.phi, self._length, self._sketch.rho, straight, self._correct, look, norm)
 
     @property
     def _dampings(self) -> list[float]:

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from krylov_descent.vectors.products import numbers_of
+
 _SETTLED, _LEFT = 0.1, 0.1  # ‖e‖ relative to the residuals that are to be left, and those at least, relative to ρ
 _SLOWLY = 0.7  # ratio of successive ‖e‖ beyond which corrections end
 _BEND = 1.0  # largest length of all corrections, relative to ηφ
@@ -50,6 +52,7 @@ class StraightSteps:
 
     Attributes:
         phi: φ.
+        length: ‖φ‖.
         rho: ρ.
         straight: Jφ.
         correct: maps e [m] to −Jᵀ(JJᵀ + λ)⁻¹e [P].
@@ -58,6 +61,7 @@ class StraightSteps:
     """
 
     phi: Tensor
+    length: float
     rho: Tensor
     straight: Tensor
     correct: Callable[[Tensor], Tensor]
@@ -68,15 +72,15 @@ class StraightSteps:
         """Return the lowest iterate of fraction η, from the corrections of a step ``near`` it if there is one."""
         plain = eta * self.phi
         d = plain if near is None else plain + (eta / near.fraction) ** 2 * (near.d - near.fraction * self.phi)
-        left = max(float((self.rho + eta * self.straight).norm()), _LEFT * float(self.rho.norm()))
-        room = _BEND * self.norm(plain)
+        wanted = (self.rho + eta * self.straight).norm(), self.rho.norm()
+        room = _BEND * eta * self.length
         best, last, corrections = (math.inf, d), math.inf, None
         for k in range(_MOST + 1):
             loss, change = self.look(d)
             best = min(best, (loss, d), key=lambda found: found[0])
             e = change - eta * self.straight
-            size = float(e.norm())
-            if size < _SETTLED * left:
+            size, left, all_of_rho = numbers_of([e.norm(), *wanted])
+            if size < _SETTLED * max(left, _LEFT * all_of_rho):
                 corrections = k
             if corrections is not None or not size <= _SLOWLY * last or k == _MOST:
                 break

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from krylov_descent.distributed import Comm
-from krylov_descent.vectors.products import length
 from krylov_descent.vectors.storage import BasisStorage
 
 
@@ -77,7 +76,8 @@ def krylov_basis(
     Deviations from the paper:
 
     1. Two passes of classical Gram–Schmidt replace one modified pass (lines 10-13), which loses orthogonality in
-       float32 as K grows and takes k inner products in sequence where a classical pass takes one matrix product.
+       float32 as K grows and takes k inner products in sequence where a classical pass takes one matrix product. The
+       second pass is left out where it would subtract less than 32 ε.
     2. A vector that the basis already spans, to rounding, is left out: the Krylov part then ends early and d_prev
        is still appended. The paper divides by its norm.
     3. A vector whose product is not finite is left out in the same way.
@@ -92,25 +92,27 @@ def krylov_basis(
         V: storage for K+1 rows; its contents are dropped.
         comm: adds inner products over the ranks.
     """
-    basis = _Basis(V, K + 1, product, comm)
-    u = precondition(g)  # line 1
-    while basis.normalise(u):  # line 3, k = 1 … K; lines 2, 10-15
+    basis = _Basis(V, K + 1, comm)
+    u, w = precondition(g), None  # line 1
+    while basis.extend(u, w):  # line 3, k = 1 … K; lines 2, 10-15
         del u  # a vector [P]: free it before the next product
-        w = basis.multiply()  # lines 4, 11, 16
-        if w is None or V.m == K:
+        w = product(basis.last)  # line 4
+        if V.m == K:
+            basis.close(w)
             break
         u = precondition(w)  # line 6
     w = None
     if V.m == 0:
         # Not even D⁻¹g has a finite product: search along it, or along g if it overflowed, with curvature 1.
         if not basis.started:
-            basis.normalise(g)
+            basis.extend(g)
         basis.H[0, 0] = 1.0
         V.m = 1
+        basis.close()
         return basis.subspace(1)
     krylov_dim = V.m
-    if d_prev is not None and basis.normalise(d_prev):  # line 8, and k = K+1
-        basis.multiply()
+    if d_prev is not None and basis.extend(d_prev):  # line 8, and k = K+1
+        basis.close(product(basis.last))
     return basis.subspace(krylov_dim)
 
 
@@ -129,13 +131,12 @@ def shortest_basis(
     Deviation from the paper: ``previous`` may hold several steps, one row of V each. Where the curvature changes or
     comes from few samples, earlier steps add directions that the last one lacks; each costs one Jv.
     """
-    basis = _Basis(V, 1 + len(previous), None, comm)
-    if not basis.normalise(precondition(g)):  # lines 1-2
+    basis = _Basis(V, 1 + len(previous), comm)
+    if not basis.extend(precondition(g)):  # lines 1-2
         return None
-    V.m = 1
     for d in previous:
-        if basis.normalise(d):  # lines 8, 10-15
-            V.m += 1
+        basis.extend(d)  # lines 8, 10-15
+    basis.close()
     H = curvature(V)  # lines 4, 11, 16-18
     if not bool(H.isfinite().all()):
         return None
@@ -155,70 +156,94 @@ def spanned_basis(
         rows: the largest number of rows.
         comm: adds inner products over the ranks.
     """
-    basis = _Basis(V, rows, None, comm)
+    basis = _Basis(V, rows, comm)
     for u in vectors:
-        if V.m < rows and basis.normalise(u):
-            V.m += 1
+        if V.m < rows:
+            basis.extend(u)
+    basis.close()
     H = curvature(V).to("cpu", torch.float64)
     basis.H[: V.m, : V.m] = (H + H.T) / 2
     return basis.subspace(V.m)
 
 
-class _Basis:
-    """A basis under construction: the rows of V so far, and H̄ in them."""
+_AGAIN = 32.0  # ε, the largest inner product of a new row with the others at which the second pass is left out
 
-    def __init__(self, V: BasisStorage, rows: int, product: Callable[[Tensor], Tensor] | None, comm: Comm) -> None:
+
+class _Basis:
+    """A basis under construction: the rows of V so far, and H̄ in them.
+
+    Each new row is decided on by one read from the device, and takes two passes over V, or three: all inner products
+    with V, its projection with the inner products that are left, and their subtraction if they are too large.
+
+    Attributes:
+        started: whether there was any row.
+    """
+
+    def __init__(self, V: BasisStorage, rows: int, comm: Comm) -> None:
         self.V = V
         V.m = 0
         self.started = False
-        self.H = torch.zeros(rows, rows, dtype=torch.float64, device="cpu")
-        self._product = product
+        self.H, self._gram = torch.zeros(2, rows, rows, dtype=torch.float64, device="cpu")
         self._comm = comm
         self._finite = True
-        self._staged: Tensor
 
-    def normalise(self, u: Tensor) -> bool:
-        """Stage u as the next row, orthogonal to the others and of length one; return False if nothing is left."""
-        V = self.V
-        # A remainder shorter than this is rounding error of the projections.
-        drop = torch.finfo(u.dtype).eps ** 0.75
-        size = length(u, self._comm)
-        if not 0 < size < math.inf:
-            self._finite &= size == 0
-            return False
+    def extend(self, u: Tensor, w: Tensor | None = None) -> bool:
+        """Add u as the next row, orthogonal to the others and of length one; return False if nothing is left of it.
+
+        If w, the product of the last row, is given, its row of H̄ is computed in the same pass over V. If w is not
+        finite, the last row is dropped in place of adding u.
+        """
+        V, m, eps = self.V, self.V.m, torch.finfo(u.dtype).eps
         x = V.begin(u)
-        if size > (most := torch.finfo(x.dtype).max):  # the length may overflow the dtype of its elements
-            x, size = x.div_(most), size / most
-        x.div_(size)
-        if V.m:  # lines 10-13, twice
-            c = self._comm.sum(V.dots(x))
-            c = self._comm.sum(V.sweep(c, x))
-            V.subtract(c, x)
-        left = length(x, self._comm)
-        if not left > drop:
+        given = [x, *([self.last] if m else []), *([] if w is None else [w])]
+        found = self._comm.sum(torch.cat([(x @ x)[None], V.products(given).flatten()]))  # lines 11 and 12, all j
+        rest = self._comm.sum(V.sweep(found[1 : m + 1], x))  # lines 10-13
+        read = torch.cat([found, rest]).to("cpu", torch.float64)
+        square, remaining, again = float(read[0]), float(read[-1]), read[len(found) : -1]
+        if m and not self._note(*torch.split(read[m + 1 : len(found)], m)):
             return False
-        self._staged = V.stage(x.div_(left))  # line 15
+        if not torch.finfo(u.dtype).tiny / eps**2 < square < math.inf:  # the square left the range of the dtype
+            largest = float(self._comm.max(torch.linalg.vector_norm(u, torch.inf) if len(u) else u.new_zeros(())))
+            if not 0 < largest < math.inf:
+                self._finite &= largest == 0
+                return False
+            return self.extend(u / largest)
+        if (correction := float(again @ again)) > (_AGAIN * eps) ** 2 * remaining:
+            V.subtract(rest[:-1], x)  # lines 10-13 again
+            remaining -= correction
+        # A remainder shorter than this is rounding error of the projections.
+        if not remaining > eps**1.5 * square:
+            return False
+        V.append(x.div_(math.sqrt(remaining)))  # line 15
         self.started = True
         return True
 
-    def multiply(self) -> Tensor | None:
-        """Keep the staged row with its row of H̄ and return its product w; if w is not finite, drop it: None."""
-        k = self.V.m
-        assert self._product is not None
-        w = self._product(self._staged)  # line 4
-        self.V.m = k + 1
-        h = self._comm.sum(self.V.dots(w)).to("cpu", torch.float64)  # line 11, all j at once
-        if not bool(h.isfinite().all()) or not math.isfinite(length(w, self._comm)):
+    @property
+    def last(self) -> Tensor:
+        """The last row."""
+        return self.V.row(self.V.m - 1)
+
+    def close(self, *w: Tensor) -> None:
+        """Note the last row's inner products, with its row of H̄ from its product w; drop it if w is not finite."""
+        self._note(*self._comm.sum(self.V.products([self.last, *w])).to("cpu", torch.float64))  # line 11, all j at once
+
+    def _note(self, gram: Tensor, h: Tensor | None = None) -> bool:
+        """Keep the last row's inner products with V and Hv; return False if it is dropped, as they are not finite."""
+        k = len(gram) - 1
+        self._gram[k, : k + 1] = gram
+        if h is None:
+            return True
+        if not bool(h.isfinite().all()):  # none is if an entry of w is not
             self._finite = False
             self.V.m = k
-            return None
+            return False
         self.H[k, : k + 1] = h
         self.H[: k + 1, k] = h  # line 18: upper triangle from the lower
-        return w
+        return True
 
     def subspace(self, krylov_dim: int) -> Subspace:
         """Return the finished subspace, with its orthogonality error."""
         m = self.V.m
-        gram = self._comm.sum(self.V.gram()).to("cpu", torch.float64)
-        error = float((gram - torch.eye(m, dtype=torch.float64, device="cpu")).abs().max())
+        lower = self._gram[:m, :m].tril()
+        error = float((lower - torch.eye(m, dtype=torch.float64, device="cpu")).abs().max())
         return Subspace(self.V, self.H[:m, :m].clone(), krylov_dim, error, finite=self._finite)

@@ -338,7 +338,7 @@ class Coordinates:
 
     def combine(self, c: Tensor) -> Tensor:
         """Return Vᵀc."""
-        return self._V.combine(c.to(self._V.device, self._V.dtype))
+        return self._V.combine(c.to(self._V.device, self._V.dtype, non_blocking=True))
 
     def coefficients(self, a: Tensor) -> Tensor:
         """Return C⁻ᵀa, the step's coefficients in the rows of V."""

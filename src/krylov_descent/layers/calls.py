@@ -96,23 +96,22 @@ class LayerCall:
             return ConvLayer(self.how, a, delta, scale)
         return DenseLayer(a, delta, scale) if a.ndim == 2 else LinearLayer(a, delta, scale)
 
-    def positions(self, delta: Tensor) -> int:
-        """Return the number of positions with influence on the loss; masked and padding positions have δ = 0."""
+    def positions(self, delta: Tensor) -> Tensor:
+        """Return the number of positions with influence on the loss, 0-d; masked and padding positions have δ = 0."""
         if isinstance(self.how, Lookup):
             _, d = self._lookups(delta, delta.dtype)
-            return int(d.ne(0).any(1).sum())
-        return int(delta.ne(0).any(delta.ndim - 1 if self.how is None else 1).sum())
+            return d.ne(0).any(1).sum()
+        return delta.ne(0).any(delta.ndim - 1 if self.how is None else 1).sum()
 
-    def add_factors(self, A: Tensor, G: Tensor, delta: Tensor, share: float, weight: float) -> None:
-        """A += share Σ aaᵀ and G += weight Σ δδᵀ, over positions with influence."""
+    def add_factors(self, A: Tensor, G: Tensor, delta: Tensor, share: float, weight: float, positions: float) -> None:
+        """A += share Σ aaᵀ and G += weight Σ δδᵀ, over positions with influence, of which there are ``positions``."""
         if isinstance(self.how, Lookup):
             rows, d = self._lookups(delta, G.dtype)
             A.add_(torch.bincount(rows[d.ne(0).any(1)], minlength=len(A)), alpha=share)
             G.addmm_(d.T, d, alpha=weight)
             return
         for a, d in self._columns(delta, G.dtype):
-            some = d.ne(0).any(0)
-            if not bool(some.all()):
+            if positions < delta.numel() // self.width and not bool((some := d.ne(0).any(0)).all()):
                 a, d = a[:, some], d[:, some]
             width = len(a)
             A[:width, :width].addmm_(a, a.T, alpha=share)

@@ -88,7 +88,7 @@ def compared(errors: Iterable[tuple[int, Tensor, Tensor]], relative: float) -> F
     # Overflows and zeros decide nothing: any rule agrees in front of a layer of zeros, a common initialisation.
     finite = error.isfinite() & size.isfinite()
     agrees = error <= relative * size
-    right, wrong = (finite & agrees & (size > 0)).tolist(), (finite & ~agrees).tolist()
+    right, wrong = torch.stack([finite & agrees & (size > 0), finite & ~agrees]).tolist()
     indices = [i for i, _, _ in errors]
     return Found(
         {i for i, is_right in zip(indices, right, strict=True) if is_right},

@@ -26,6 +26,7 @@ from krylov_descent.progress import Tell, nobody
 from krylov_descent.safety.footprint import Footprint, same_path_as_with_gradients
 from krylov_descent.samples.subsets import Microbatch
 from krylov_descent.vectors.parameters import ParameterVector
+from krylov_descent.vectors.products import numbers_of
 from krylov_descent.vectors.sums import WeightedSum, exact_sum
 
 # Cost per sample in units of one gradient (a forward and a backward pass, the latter twice the former).
@@ -92,12 +93,17 @@ class _Gathered:
     def __init__(self) -> None:
         self.losses: list[Tensor] = []
         self.weights: list[float] = []
-        self.slope = 0.0
+        self.slope: Tensor | None = None
         self.again = False
 
     def add(self, loss: Tensor, weight: float) -> None:
         self.losses.append(loss)
         self.weights.append(weight)
+
+    @property
+    def broken(self) -> bool:
+        """Whether the last loss is not finite."""
+        return bool(self.losses) and self.weights[-1] > 0 and not bool(self.losses[-1].isfinite())
 
 
 def _as_it_is(evaluate: Callable[[], Evaluation], seen: Footprint) -> Evaluation:
@@ -222,7 +228,7 @@ class Objective:
     ) -> Derivative:
         """Return f, its slope along a direction [P], and ∇f.
 
-        Without statistics, a loss that is not finite ends the pass at once.
+        Without statistics, the pass ends after a micro-batch whose loss is not finite.
         """
         comm, parameters = self.comm, self.parameters
         total, gathered = WeightedSum(parameters), _Gathered()
@@ -230,11 +236,11 @@ class Objective:
         def work() -> None:
             try:
                 for batch in batches:
+                    if statistics is None and gathered.broken:
+                        break
                     loss, weight = self._add_gradient(batch, statistics, total)
                     gathered.add(loss, weight)
-                    if statistics is None and weight > 0 and not bool(loss.isfinite()):
-                        break
-                gathered.slope = 0.0 if along is None else total.dot(along, comm)
+                gathered.slope = None if along is None else total.dot(along, comm)
             except PassAgain:
                 gathered.again = True
 
@@ -254,9 +260,6 @@ class Objective:
     ) -> tuple[Tensor, float]:
         """Add one micro-batch's weighted gradient; its graph is freed on return."""
         evaluation = self.evaluate(batch, nullcontext if statistics is None else statistics.watch)
-        if statistics is None and evaluation.weight > 0 and not bool(evaluation.loss.isfinite()):
-            self.sample_gradients += FORWARD * evaluation.samples
-            return evaluation.loss.detach(), evaluation.weight
         wanted = () if statistics is None else statistics.wanted(evaluation)
         both = self._differentiate(evaluation, wanted)
         gradient = both[: len(self.parameters.params)]
@@ -292,10 +295,12 @@ class Objective:
             PassAgain: some rank needs to start the pass over.
             Exception: ``failure``, or that of another rank.
         """
-        values = torch.stack(gathered.losses).tolist() if gathered.losses else []
+        slopes = [] if gathered.slope is None else [gathered.slope]
+        values = numbers_of([*gathered.losses, *slopes])
+        slope = values.pop() if slopes else 0.0
         # The mean of a micro-batch of weight 0 is 0/0 and must not enter the sum.
         weighted = exact_sum(w * loss for w, loss in zip(gathered.weights, values, strict=True) if w > 0)
-        own = (weighted, math.fsum(gathered.weights), gathered.slope, float(gathered.again))
+        own = (weighted, math.fsum(gathered.weights), slope, float(gathered.again))
         numbers = torch.tensor(own, dtype=torch.float64, device="cpu")
         weighted, W, slope, again = self.comm.total(numbers, failure).tolist()
         if again:

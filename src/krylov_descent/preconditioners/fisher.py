@@ -307,7 +307,7 @@ class FisherDiagonal:
 
     def _random(self, n: int) -> Tensor:
         x = torch.randn(n, generator=self._check_generator, dtype=self._parameters.dtype, device="cpu")
-        return x.to(self._parameters.device)
+        return x.to(self._parameters.device, non_blocking=True)
 
 
 def _single(calls: Sequence[LayerCall]) -> list[LayerCall]:

@@ -37,12 +37,14 @@ from krylov_descent.preconditioners.kronecker_blocks import (
     LayerBlock,
     PulledBlock,
     Sums,
-    trace,
+    inverted,
+    traces,
 )
 from krylov_descent.preconditioners.statistics import LARGE, ParameterRole, ParameterRoles, PassOverSet, new_sums
 from krylov_descent.samples.interface import Microbatch
 from krylov_descent.stepping.gradient_pass import GradientPass
 from krylov_descent.vectors.parameters import ParameterVector
+from krylov_descent.vectors.products import numbers_of
 
 _GATHERED = 3  # copies of the statistics while ranks are summed: the rank's own, flattened, the sums over ranks
 _CHOLESKY = 3  # float64 copies of a matrix during its inversion
@@ -240,7 +242,7 @@ class Kronecker(Preconditioner):
         if gathered is None:
             return Refreshed(None, state)
         fresh, note = gathered
-        if not math.isfinite(sum(trace(x) for block in fresh.values() for x in block.tensors())):
+        if not math.isfinite(sum(traces(x for block in fresh.values() for x in block.tensors()))):
             return Refreshed(*self._solver(objective, old, noise), note) if old.blocks else Refreshed(None, old, note)
         blocks, e = averaged(old.blocks, fresh, self.memory, old.updates + 1)
         age, places = 1 - (1 - old.age) * e, tuple(parameters.places)
@@ -251,8 +253,10 @@ class Kronecker(Preconditioner):
         """Return D⁻¹, None for a matrix of zeros or infinities, and the state with its stale inverses renewed."""
         parameters, comm = objective.parameters, objective.comm
         layers = {i: block for i, block in state.blocks.items() if isinstance(block, FactoredBlock)}
-        total = sum(block.trace() for block in layers.values())
-        total += math.fsum(block.trace() for block in state.blocks.values() if isinstance(block, DiagonalBlock))
+        read = iter(traces(x for block in state.blocks.values() for x in block.tensors()))
+        known = {i: [next(read) for _ in block.tensors()] for i, block in state.blocks.items()}
+        total = sum(math.prod(known[i]) for i in layers)
+        total += math.fsum(known[i][0] for i in state.blocks if i not in layers)
         lam = self.damping * max(_LEAST, noise) * total / max(1, parameters.count)
         if not 0 < lam < math.inf:
             return None, state
@@ -262,7 +266,7 @@ class Kronecker(Preconditioner):
         stale |= state.decay != decay
         missing = any(layers[i].inputs_inverse is None for i in own)
         if stale or float(comm.max(torch.tensor(float(missing), device="cpu"))):
-            layers = {i: b.inverted(lam + parameters.decay[i]) if i in own else b for i, b in layers.items()}
+            layers |= inverted({i: layers[i] for i in own}, {i: lam + parameters.decay[i] for i in own}, known)
             state = replace(state, age=0.0, damping=lam, decay=decay)
         # A checkpoint has the inverses of all ranks.
         layers = {i: block if i in own else block.without_inverses() for i, block in layers.items()}
@@ -342,13 +346,15 @@ def _shared(objective: Objective, sums: dict[int, Sums], roles: ParameterRoles, 
             into.copy_(x.view_as(into))
         sums = every
     biases = {role.bias_of: i for i, role in roles.items() if role.bias_of is not None}
+    factored = {i: summed for i in owners if isinstance(summed := sums.get(i), FactorSums)}
+    calls = dict(zip(factored, numbers_of([summed.calls for summed in factored.values()]), strict=True))
     found: dict[int, AnyBlock | None] = {}
     for i in owners:
         block, of_block = roles[i].block, sums.get(i)
         if isinstance(of_block, DiagonalSums):
             found[i] = DiagonalBlock.mean(of_block, W)
         elif isinstance(of_block, FactorSums) and issubclass(block, LayerBlock):
-            found[i] = block.mean(of_block, W, biases.get(i))
+            found[i] = block.mean(of_block, W, biases.get(i), calls[i])
         elif isinstance(of_block, FactorSums):
             found[i] = PulledBlock.mean(of_block, W)
     return {i: block for i, block in found.items() if block is not None}

@@ -11,14 +11,15 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, TypeVar
+from typing import ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from krylov_descent.vectors.float64 import summed
+from krylov_descent.vectors.products import numbers_of
 
 B = TypeVar("B", bound="KroneckerBlock")
 F = TypeVar("F", bound="FactoredBlock")
@@ -83,9 +84,9 @@ class KroneckerBlock(ABC):
     def tensors(self) -> Iterator[Tensor]:
         """Yield the running means."""
 
-    @abstractmethod
     def trace(self) -> float:
-        """Return the trace of the block."""
+        """Return the trace of the block, the product of its tensors' traces."""
+        return math.prod(traces(self.tensors()))
 
     @abstractmethod
     def averaged(self: B, fresh: KroneckerBlock, e: float) -> B:
@@ -125,10 +126,6 @@ class DiagonalBlock(KroneckerBlock):
     def tensors(self) -> Iterator[Tensor]:
         """Yield the diagonal."""
         yield self.diagonal
-
-    def trace(self) -> float:
-        """Return the sum of the diagonal."""
-        return trace(self.diagonal)
 
     def averaged(self, fresh: KroneckerBlock, e: float) -> DiagonalBlock:
         """Return the average, in the memory of ``fresh``."""
@@ -171,10 +168,6 @@ class FactoredBlock(KroneckerBlock):
         yield self.inputs
         yield self.outputs
 
-    def trace(self) -> float:
-        """Return tr A · tr G."""
-        return trace(self.inputs) * trace(self.outputs)
-
     def averaged(self: F, fresh: KroneckerBlock, e: float) -> F:
         """Return the average, in the memory of ``fresh``, with the inverses of ``self``."""
         assert isinstance(fresh, FactoredBlock)
@@ -204,8 +197,7 @@ class FactoredBlock(KroneckerBlock):
 
     def inverted(self: F, damping: float) -> F:
         """Return the block with inverses for λ = ``damping`` > 0."""
-        A, G = damped_inverses(self.inputs, self.outputs, damping)
-        return replace(self, inputs_inverse=A, outputs_inverse=G)
+        return inverted({0: self}, {0: damping}, {0: traces(self.tensors())})[0]
 
     def without_inverses(self: F) -> F:
         """Return the block with A and G alone."""
@@ -236,11 +228,11 @@ class LayerBlock(FactoredBlock):
         return _factor_sums((width, width), p.shape[0], p.device, dtype)
 
     @classmethod
-    def mean(cls: type[L], sums: FactorSums, total_weight: float, bias: int | None) -> L | None:
+    def mean(cls: type[L], sums: FactorSums, total_weight: float, bias: int | None, calls: float) -> L | None:
         """Return A averaged over the micro-batches that called the layer, and G over all; None without calls."""
-        if not (weight := float(sums.calls)) > 0:
+        if not calls > 0:
             return None
-        return cls(inputs=sums.inputs.div_(weight), outputs=sums.outputs.div_(total_weight), bias=bias)
+        return cls(inputs=sums.inputs.div_(calls), outputs=sums.outputs.div_(total_weight), bias=bias)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -279,7 +271,7 @@ class PulledBlock(FactoredBlock):
     def mean(cls, sums: FactorSums, total_weight: float) -> PulledBlock:
         """Return G averaged over all micro-batches, and A divided by its trace."""
         A = sums.inputs
-        return cls(inputs=A.div_(trace(A) or 1.0), outputs=sums.outputs.div_(total_weight))
+        return cls(inputs=A.div_(traces([A])[0] or 1.0), outputs=sums.outputs.div_(total_weight))
 
 
 AnyBlock = LayerBlock | TableBlock | PulledBlock | DiagonalBlock
@@ -290,42 +282,72 @@ def _factor_sums(inputs: tuple[int, ...], outputs: int, device: torch.device, dt
     return FactorSums(*(torch.zeros(shape, dtype=dtype, device=device) for shape in shapes))
 
 
-def trace(x: Tensor) -> float:
-    """Return the trace of a matrix, or of a diagonal matrix stored as a vector."""
-    return float(summed(x.diagonal() if x.ndim == 2 else x))
+def traces(tensors: Iterable[Tensor]) -> list[float]:
+    """Return the trace of each matrix, or diagonal matrix stored as a vector, read at once."""
+    return numbers_of([summed(x.diagonal() if x.ndim == 2 else x) for x in tensors])
 
 
-def damped_inverses(inputs: Tensor, outputs: Tensor, damping: float) -> tuple[Tensor, Tensor]:
-    """Return (A + π√λ I)⁻¹ and (G + √λ/π I)⁻¹ for λ = ``damping`` > 0.
+def inverted(
+    blocks: Mapping[int, F], damping: Mapping[int, float], known: Mapping[int, Sequence[float]]
+) -> dict[int, F]:
+    """Return the blocks with inverses (A + π√λ I)⁻¹ and (G + √λ/π I)⁻¹ for their λ > 0 and the known traces of A and G.
 
     Example:
-        >>> A, G = damped_inverses(torch.ones(2), torch.full((1, 1), 4.0), damping=4.0)
-        >>> A, G
+        >>> block = LayerBlock(inputs=torch.ones(2), outputs=torch.full((1, 1), 4.0))
+        >>> found = inverted({0: block}, {0: 4.0}, {0: (2.0, 4.0)})[0]
+        >>> found.inputs_inverse, found.outputs_inverse
         (tensor([0.5000, 0.5000]), tensor([[0.1250]]))
     """
-    root = math.sqrt(damping)
-    a, g = trace(inputs) / len(inputs), trace(outputs) / len(outputs)
-    if not (a > 0 and g > 0):  # a layer without influence so far: damping alone
-        return _inverse(torch.zeros_like(inputs), root), _inverse(torch.zeros_like(outputs), root)
-    pi = math.sqrt(a) / math.sqrt(g)
-    return _inverse(inputs, root * pi), _inverse(outputs, root / pi)
+    tried: list[_Inverse] = []
+    for i, block in blocks.items():
+        A, G, root = block.inputs, block.outputs, math.sqrt(damping[i])
+        a, g = known[i][0] / len(A), known[i][1] / len(G)
+        if a > 0 and g > 0:
+            pi = math.sqrt(a) / math.sqrt(g)
+            tried += [_inverse(A, known[i][0], root * pi), _inverse(G, known[i][1], root / pi)]
+        else:  # a layer without influence so far: damping alone
+            tried += [_inverse(torch.zeros_like(M), 0.0, root) for M in (A, G)]
+    failed = numbers_of([x.failed for x in tried])
+    found = iter([x.again() if f else x.inverse for x, f in zip(tried, failed, strict=True)])
+    return {i: replace(block, inputs_inverse=next(found), outputs_inverse=next(found)) for i, block in blocks.items()}
 
 
-def _inverse(M: Tensor, added: float) -> Tensor:
+class _Inverse(NamedTuple):
+    """An inverse, whether it failed (not zero, 0-d), and how to compute it then."""
+
+    inverse: Tensor
+    failed: Tensor
+    again: Callable[[], Tensor]
+
+
+def _inverse(M: Tensor, trace: float, added: float) -> _Inverse:
     """Return (M + added·I)⁻¹, computed in float64 where float32 is too inaccurate."""
     if M.ndim == 1:
-        return (M + added).reciprocal_()
-    condition = 1 + trace(M) / added  # upper bound
-    dtypes = (M.dtype, torch.float64) if condition * torch.finfo(M.dtype).eps < _LOST else (torch.float64,)
-    for dtype in dtypes:
-        damped = M.to(dtype, copy=True)
-        damped.diagonal().add_(added)
-        L, info = torch.linalg.cholesky_ex(damped)
-        if not int(info):
-            break
-    while int(info):  # rounding left a negative eigenvalue
+        return _Inverse((M + added).reciprocal_(), M.new_zeros(()), lambda: M)
+    condition = 1 + trace / added  # upper bound
+    dtype = M.dtype if condition * torch.finfo(M.dtype).eps < _LOST else torch.float64
+    damped = _plus(M, added, dtype)
+    L, failed = torch.linalg.cholesky_ex(damped)
+    return _Inverse(_from_factor(L, M), failed, lambda: _raised_inverse(M, added))
+
+
+def _raised_inverse(M: Tensor, added: float) -> Tensor:
+    """Return (M + added·I)⁻¹ in float64, with more added while rounding leaves a negative eigenvalue."""
+    damped = _plus(M, added, torch.float64)
+    L, failed = torch.linalg.cholesky_ex(damped)
+    while int(failed):
         added *= 10
         damped.diagonal().add_(added)
-        L, info = torch.linalg.cholesky_ex(damped)
+        L, failed = torch.linalg.cholesky_ex(damped)
+    return _from_factor(L, M)
+
+
+def _plus(M: Tensor, added: float, dtype: torch.dtype) -> Tensor:
+    damped = M.to(dtype, copy=True)
+    damped.diagonal().add_(added)
+    return damped
+
+
+def _from_factor(L: Tensor, M: Tensor) -> Tensor:
     # Row-major, as a checkpoint restores it: products with the column-major result would round differently.
     return torch.cholesky_inverse(L).mT.to(M.dtype).contiguous()

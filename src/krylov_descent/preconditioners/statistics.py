@@ -45,6 +45,7 @@ from krylov_descent.preconditioners.kronecker_blocks import (
 )
 from krylov_descent.samples.interface import Microbatch
 from krylov_descent.vectors.parameters import ParameterVector
+from krylov_descent.vectors.products import numbers_of
 
 LARGE = 4096  # rows or columns of a matrix outside of layers, beyond which it has a diagonal block
 
@@ -208,19 +209,20 @@ class PassOverSet:
 
     def _add_factors(self, found: Sequence[tuple[LayerCall, Tensor]], weight: float) -> None:
         """Add to A and G of each layer, over all of its calls."""
-        positions: dict[int, int] = {}
-        for call, delta in found:
+        counts = numbers_of([call.positions(delta) for call, delta in found])
+        positions: dict[int, float] = {}
+        for (call, _), count in zip(found, counts, strict=True):
             i = call.indices[True]
-            positions[i] = positions.get(i, 0) + call.positions(delta)
+            positions[i] = positions.get(i, 0) + count
         for i, count in positions.items():
             sums = self._sums_of(i)
             assert isinstance(sums, FactorSums)
             sums.calls += weight * (count > 0)  # calls without influence do not count in A
-        for call, delta in found:
+        for (call, delta), count in zip(found, counts, strict=True):
             i = call.indices[True]
             sums = self._sums_of(i)
             assert isinstance(sums, FactorSums)
-            call.add_factors(sums.inputs, sums.outputs, delta, weight / max(1, positions[i]), weight)
+            call.add_factors(sums.inputs, sums.outputs, delta, weight / max(1, positions[i]), weight, count)
 
     def _sums_of(self, i: int) -> Sums:
         if i not in self.sums:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from krylov_descent.distributed.sharded import holds_first, is_sharded, local_part, placed_as, whole
 from krylov_descent.vectors.float64 import summed
+from krylov_descent.vectors.products import numbers_of
 
 
 class ParameterVector:
@@ -94,14 +95,11 @@ class ParameterVector:
     @torch.no_grad()
     def write(self, x: Tensor, direction: Tensor | None = None, alpha: float = 1.0) -> None:
         """Set θ to x, or to x + alpha·direction, in place."""
-        if direction is None:
-            torch._foreach_copy_(self.local, self.views(x))
-            return
-        for p, part, along in zip(self.local, self.views(x), self.views(direction), strict=True):
-            if p.dtype == part.dtype:
-                torch.add(part, along, alpha=alpha, out=p)
-            else:
-                p.copy_(part.add(along, alpha=alpha))
+        if direction is not None and self.params[0].dtype != self.dtype:  # rounded once
+            x, direction = x.add(direction, alpha=alpha), None
+        torch._foreach_copy_(self.local, self.views(x))
+        if direction is not None:
+            torch._foreach_add_(self.local, self.views(direction), alpha=alpha)
 
     def rounded(self, x: Tensor) -> Tensor:
         """Return x rounded to the parameters' dtype: x itself, unless they are of half precision."""
@@ -133,11 +131,9 @@ class ParameterVector:
     @torch.no_grad()
     def decay_value(self) -> float:
         """Return ½ Σ c ‖θ‖²; the last dimension is summed in the vectors' dtype, for speed, the others in float64."""
-        return sum(
-            0.5 * c * float(whole(summed(p.to(self.dtype).square().sum(-1))))
-            for c, p in zip(self._decay, self.params, strict=True)
-            if c
-        )
+        decayed = [(c, p) for c, p in zip(self._decay, self.params, strict=True) if c]
+        squares = [whole(summed(p.to(self.dtype).square().sum(-1))) for _, p in decayed]
+        return sum(0.5 * c * square for (c, _), square in zip(decayed, numbers_of(squares), strict=True))
 
     @torch.no_grad()
     def add_decay(self, out: Tensor, start: int, x: Tensor | None = None) -> None:
@@ -153,11 +149,9 @@ class ParameterVector:
     @torch.no_grad()
     def decay_slope(self, direction: Tensor) -> float:
         """Return the decay's derivative Σ c θ·d along a direction d [P]."""
-        return sum(
-            c * float(whole(summed(p.to(self.dtype) * d)))
-            for c, p, d in zip(self._decay, self.params, self.unflatten(direction), strict=True)
-            if c
-        )
+        moved = [(c, p, d) for c, p, d in zip(self._decay, self.params, self.unflatten(direction), strict=True) if c]
+        products = [whole(summed(p.to(self.dtype) * d)) for _, p, d in moved]
+        return sum(c * product for (c, *_), product in zip(moved, numbers_of(products), strict=True))
 
     @property
     def decay(self) -> Sequence[float]:

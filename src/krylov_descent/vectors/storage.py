@@ -5,13 +5,13 @@ Letters: V [m, P] rows, x [P] a vector, c [m] coefficients; P counts this rank's
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 _CHUNK = 1 << 21  # elements of V converted at a time
-_CACHED = 1 << 15  # columns of V that fit the cache: best of 2^14 … 2^17 at 10 and 20 rows
+_CACHED = 1 << 15  # columns of V that fit a CPU's cache: best of 2^12 … 2^17 at 5, 10 and 20 rows
 
 
 class BasisStorage:
@@ -63,11 +63,15 @@ class BasisStorage:
         """Return a copy of u to be modified in place; it is the next row itself if V is direct."""
         return self._buffer[self.m].copy_(u) if self.direct else u.clone()
 
-    def stage(self, x: Tensor) -> Tensor:
-        """Store x as the next row, and return it as rounded by the storage."""
-        if self.direct:
-            return x
-        return x.copy_(self._buffer[self.m].copy_(x))
+    def append(self, x: Tensor) -> None:
+        """Make x, which ``begin`` returned, the next row."""
+        if not self.direct:
+            self._buffer[self.m].copy_(x)
+        self.m += 1
+
+    def row(self, i: int) -> Tensor:
+        """Return a row in the vectors' dtype: a view if V is direct, otherwise a copy."""
+        return self._buffer[i].to(self.device, self.dtype)
 
     def dots(self, x: Tensor) -> Tensor:
         """Return V x [m]."""
@@ -76,6 +80,13 @@ class BasisStorage:
         total = torch.zeros(self.m, dtype=self.dtype, device=self.device)
         for i, j, part in self._parts():
             total += part @ x[i:j]
+        return total
+
+    def products(self, xs: Sequence[Tensor]) -> Tensor:
+        """Return V x [n, m] of n vectors; each part of V is read from memory once."""
+        total = torch.zeros(len(xs), self.m, dtype=self.dtype, device=self.device)
+        for i, j, part in self._parts(self._together):
+            total.addmm_(torch.stack([x[i:j] for x in xs]), part.T)
         return total
 
     def combine(self, c: Tensor) -> Tensor:
@@ -96,10 +107,15 @@ class BasisStorage:
             x[i:j].addmv_(part.T, c, alpha=-1)
 
     def sweep(self, c: Tensor, x: Tensor) -> Tensor:
-        """Subtract Vᵀc from x, in place, and return V x of the result; each part of V is read from memory once."""
-        total = torch.zeros(self.m, dtype=self.dtype, device=self.device)
-        for i, j, part in self._parts(_CACHED if self.direct else None):
-            total.addmv_(part, x[i:j].addmv_(part.T, c, alpha=-1))
+        """Subtract Vᵀc from x, in place, and return V x and x·x of the result [m + 1].
+
+        Each part of V is read from memory once. Sums of few parts are as accurate as one of few numbers.
+        """
+        total = torch.zeros(self.m + 1, dtype=self.dtype, device=self.device)
+        for i, j, part in self._parts(self._together):
+            rest = x[i:j].addmv_(part.T, c, alpha=-1)
+            total[:-1].addmv_(part, rest)
+            total[-1] += rest @ rest
         return total
 
     def gram(self) -> Tensor:
@@ -114,6 +130,13 @@ class BasisStorage:
     def tensor(self) -> Tensor:
         """Return V in the vectors' dtype: a view if V is direct, otherwise a copy."""
         return self._buffer[: self.m].to(self.device, self.dtype)
+
+    @property
+    def _together(self) -> int | None:
+        """The number of columns of V to read at a time for several uses: all of them where each part is a launch."""
+        if not self.direct:
+            return None
+        return _CACHED if self.device.type == "cpu" else max(1, self._buffer.shape[1])
 
     def _parts(self, step: int | None = None) -> Iterator[tuple[int, int, Tensor]]:
         """Yield i, j and the columns [i, j) of V, converted."""

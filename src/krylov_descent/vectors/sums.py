@@ -43,9 +43,9 @@ class WeightedSum:
             if t is None:
                 out.zero_()
 
-    def dot(self, x: Tensor, comm: Comm) -> float:
-        """Return the sum's inner product with a vector [P], a term for ``comm.total``."""
-        return self._unit * float(comm.dot(self._total, x)) if self._unit else 0.0
+    def dot(self, x: Tensor, comm: Comm) -> Tensor:
+        """Return the sum's inner product with a vector [P], float64, a term for ``comm.total``."""
+        return self._unit * comm.dot(self._total, x).double() if self._unit else x.new_zeros((), dtype=torch.float64)
 
     def times(self, scale: float) -> Tensor:
         """Return the sum times ``scale``; this object must not be used afterwards."""
