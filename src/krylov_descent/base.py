@@ -418,9 +418,7 @@ class CurvatureOptimizer(ClosureOptimizer):
         """
         parameters = self._parameters()
         parts = run_on_all(self._comm, lambda: self._parts(parameters))
-        iteration = int(parts.numbers["iteration"])
-        vectors, tensors = gathered(self._comm, parameters, iteration, parts.vectors, parts.tensors)
-        return Parts(vectors, parts.numbers, tensors)
+        return Parts(*gathered(self._comm, parameters, *parts))
 
     def check_whole_state(self, state: Parts) -> None:
         """Check a state as ``load_whole_state`` does; tensors on the device "meta" are checked by shape alone."""

@@ -50,7 +50,8 @@ class Preconditioner(ABC):
     def init(self) -> Any:
         """Return the state of a new run: a frozen dataclass of numbers and tensors.
 
-        On several ranks, tensors with the same name must be equal: a checkpoint stores them once.
+        On several ranks, what has the same name must be equal: a checkpoint stores it once. A rank may have names of
+        its own; each rank then loads those of all.
         """
         return Stateless()
 

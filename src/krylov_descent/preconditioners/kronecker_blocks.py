@@ -154,7 +154,7 @@ class FactoredBlock(KroneckerBlock):
         inputs: A.
         outputs: G.
         bias: the index of the bias that is the last column of V, or None.
-        inputs_inverse: (A + π√λ I)⁻¹, on ranks that use it.
+        inputs_inverse: (A + π√λ I)⁻¹, once it was used.
         outputs_inverse: (G + √λ/π I)⁻¹.
     """
 
@@ -204,10 +204,6 @@ class FactoredBlock(KroneckerBlock):
         """Return the block with inverses for λ = ``damping`` > 0."""
         A, G = damped_inverses(self.inputs, self.outputs, damping)
         return replace(self, inputs_inverse=A, outputs_inverse=G)
-
-    def without_inverses(self: F) -> F:
-        """Return the block with A and G alone."""
-        return replace(self, inputs_inverse=None, outputs_inverse=None)
 
     def solved(self, W: Tensor, b: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Return D⁻¹V as the parts of the weight and of the bias, for V = [W b]."""
