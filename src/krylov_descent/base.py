@@ -31,9 +31,10 @@ from krylov_descent.run import Run
 from krylov_descent.safety.atomic import RestoreOnError, current_point
 from krylov_descent.safety.checksum import require_intact, with_checksum
 from krylov_descent.safety.footprint import Footprint
+from krylov_descent.safety.peak import Phases
 from krylov_descent.safety.untrusted import require_plain
 from krylov_descent.samples.given import policy_of
-from krylov_descent.samples.interface import FullBatch, SamplePolicy, Stateless, kinds_of_policy
+from krylov_descent.samples.interface import FullBatch, Microbatch, SamplePolicy, Stateless, kinds_of_policy
 from krylov_descent.state import (
     Parts,
     on_rank,
@@ -288,6 +289,10 @@ class CurvatureOptimizer(ClosureOptimizer):
 
     def _settings(self) -> str:
         """Return the settings that must be equal on all ranks, beside those that their error names."""
+        raise NotImplementedError
+
+    def _phases(self, objective: Objective, batch: Microbatch | None) -> Phases:
+        """Return the bytes of a step on a rank by phase and owner, graphs of ``batch`` included."""
         raise NotImplementedError
 
     def step(  # type: ignore[override]

@@ -40,11 +40,14 @@ class GaussNewtonGraph(MicrobatchGraph):
             return (None,) * len(v)
         return self._linear.vjp(self._bent(Jv))  # H_L Jv → Jᵀ H_L Jv, lines 11-15
 
-    def gram(self, vectors: Sequence[Sequence[Tensor]]) -> Tensor:
-        """Return [(Jvᵢ)ᵀ H_L Jvⱼ], float64 on the CPU, without pull-backs to the parameters."""
-        found = torch.zeros(len(vectors), len(vectors), dtype=torch.float64, device="cpu")
-        images = [self._linear.jvp(v) for v in vectors] if self._dL_dz else []
-        for j, Jv in enumerate(images):
+    def image(self, v: Sequence[Tensor]) -> Sequence[Tensor]:
+        """v → Jv."""
+        return self._linear.jvp(v) if self._dL_dz else ()
+
+    def gram(self, images: Sequence[Sequence[Tensor]]) -> Tensor:
+        """Return [(Jvᵢ)ᵀ H_L Jvⱼ] from the images Jv, float64 on the CPU, without pull-backs to the parameters."""
+        found = torch.zeros(len(images), len(images), dtype=torch.float64, device="cpu")
+        for j, Jv in enumerate(images if self._dL_dz else ()):
             HJv = self._bent(Jv)
             for i, Ju in enumerate(images):
                 found[i, j] = sum(float((x * y).sum(dtype=torch.float64)) for x, y in zip(Ju, HJv, strict=True))

@@ -73,6 +73,10 @@ class Preconditioner(ABC):
         """Return an upper bound of the bytes it takes from ``memory_budget``."""
         return 0
 
+    def bytes_held(self, objective: Objective) -> int:
+        """Return the bytes of its states before and after the step, which stay while the step is searched."""
+        return 0
+
 
 @dataclass(frozen=True)
 class NoPreconditioner(Preconditioner):

@@ -235,6 +235,11 @@ class Kronecker(Preconditioner):
         """Return the bytes of the old and new factors and their workspace."""
         return step_bytes(objective)
 
+    def bytes_held(self, objective: Objective) -> int:
+        """Return the bytes of the old and new factors."""
+        parameters = objective.parameters
+        return 2 * kept_bytes(parameters.params, parameters.dtype, objective.comm.ranks)
+
     def refresh(
         self,
         objective: Objective,
