@@ -7,6 +7,7 @@ problem of the same kind has loaded is not counted; what is measured is the larg
 from __future__ import annotations
 
 import argparse
+import gc
 import itertools
 import json
 import math
@@ -29,7 +30,7 @@ FLOW_SIZES = (30_000, 100_000, 300_000)  # with 400 rows, 100,000 parameters tak
 def network(method: str, P: int) -> nn.Module:
     """A network of about P parameters: for DEEP eight equal layers, else one that has nearly all of them."""
     if method == "DEEP":
-        return dense((round(math.sqrt(P / 8)),) * 9)
+        return dense(tuple([round(math.sqrt(P / 8))] * 9))
     width = round((math.sqrt(110**2 + 4 * P) - 110) / 2)
     model = dense((100, width, width, 10))
     return model.double() if method == "GaussNewtonFlow" else model
@@ -41,7 +42,8 @@ def problem(method: str, P: int, group: Any) -> tuple[Any, Any, Any, Any]:
 
     model = network(method, P)
     first, last = [p for p in model.parameters() if p.ndim == 2][:: len([*model]) // 2]
-    x, y = torch.randn(400, first.shape[1], dtype=first.dtype), torch.randint(len(last), (400,))
+    n = 64 if method == "DEEP" else 400  # 64 are the fewest samples of B in growing sets
+    x, y = torch.randn(n, first.shape[1], dtype=first.dtype), torch.randint(len(last), (n,))
     ranks = 1 if group is None else group.size()
 
     def closure(batch: Any) -> tuple[Tensor, Tensor]:
@@ -53,7 +55,7 @@ def problem(method: str, P: int, group: Any) -> tuple[Any, Any, Any, Any]:
 
     optimizer = optimizer_of(method, list(model.parameters()), group)
     if method == "DEEP":
-        sets = Growing((x, y), batch_size=16, start=400, seed=0)
+        sets = Growing((x, y), batch_size=16, start=n, seed=0)
         return optimizer, closure, sets, (x[: 64 // ranks], y[: 64 // ranks])
     if method == "KSD":
         return optimizer, closure, Subsets((x, y), batch_size=20, seed=0), (x[: 20 // ranks], y[: 20 // ranks])
@@ -62,11 +64,12 @@ def problem(method: str, P: int, group: Any) -> tuple[Any, Any, Any, Any]:
 
 def optimizer_of(method: str, params: list[Tensor], group: Any) -> Any:
     """The optimizer of a method."""
-    from krylov_descent import DEEP, KSD, GaussNewtonFlow
+    from krylov_descent import DEEP, KSD, GaussNewtonFlow, ModelSearch
 
     if method == "GaussNewtonFlow":
         return GaussNewtonFlow(params, rows=100, process_group=group)
-    settings: Any = DEEP if method == "DEEP" else {}
+    # Of DEEP, steps that search: those that take the model's minimum have two whole vectors less.
+    settings: Any = {**DEEP, "search": ModelSearch(agreement=1.0)} if method == "DEEP" else {}
     return KSD(params, **settings, process_group=group)
 
 
@@ -78,17 +81,19 @@ def one(method: str, P: int, steps: int) -> Found:
     torch.set_num_threads(1)
     group = init_process_group("gloo")
     torch.manual_seed(0)
-    for size in (P // 5, P):  # the first loads code and makes the buffers of matrix products
-        before = _resident()
-        optimizer, closure, sets, batch = problem(method, size, group)
-        for _ in range(steps):
-            report = optimizer.step(closure, sets)
-    peak = peak_bytes() - before
-    figure = memory_of(
-        optimizer_of(method, optimizer.trained(), None), closure, batch, ranks=1 if group is None else group.size()
-    )
-    found = {"P": optimizer.numel, "rows": len(report.ritz_values), "peak": peak, "figure": figure.total}
-    return {**found, "phase": figure.phase}
+    _steps(method, P // 5, 2, group)  # loads code, and makes the buffers of matrix products
+    gc.collect()
+    before = _resident()
+    optimizer, closure, batch, rows = _steps(method, P, steps, group)
+    peak, ranks = peak_bytes() - before, 1 if group is None else group.size()
+    figure = memory_of(optimizer_of(method, optimizer.trained(), None), closure, batch, ranks=ranks)
+    return {"P": optimizer.numel, "rows": rows, "peak": peak, "figure": figure.total, "phase": figure.phase}
+
+
+def _steps(method: str, P: int, steps: int, group: Any) -> tuple[Any, Any, Any, int]:
+    optimizer, closure, sets, batch = problem(method, P, group)
+    reports = [optimizer.step(closure, sets) for _ in range(steps)]
+    return optimizer, closure, batch, len(reports[-1].ritz_values)
 
 
 def _resident() -> int:

@@ -73,10 +73,9 @@ def memory_of(
         >>> from krylov_descent import KSD
         >>> from krylov_descent.checking import memory_of
         >>> model = torch.nn.Linear(10_000, 10_000, device="meta")
-        >>> print(memory_of(KSD(model.parameters()), ranks=8))
-        3.4 GiB on each of 8 ranks, at the peak of a step (search):
-            762.9 MiB  parameters
-             95.4 MiB  last step
+        >>> report = memory_of(KSD(model.parameters()), ranks=8)
+        >>> report.phase, f"{report.total:,}", f"{report.owners['basis']:,}"
+        ('search', '3,558,743,608', '1,050,105,000')
     """
     if whole("ranks", ranks) < 1:
         raise ValueError(f"ranks={ranks}: must be a whole number ≥ 1.")
