@@ -64,12 +64,14 @@ def problem(method: str, P: int, group: Any) -> tuple[Any, Any, Any, Any]:
 
 def optimizer_of(method: str, params: list[Tensor], group: Any) -> Any:
     """The optimizer of a method."""
-    from krylov_descent import DEEP, KSD, GaussNewtonFlow, ModelSearch
+    from krylov_descent import DEEP, KSD, GaussNewtonFlow, Kronecker, ModelSearch
 
+    search = ModelSearch()
+    object.__setattr__(search, "agreement", math.inf)  # a step that takes the model's minimum has two vectors less
+    fleeting = Kronecker(memory=0.5)  # a step that keeps the inverses has them once
     if method == "GaussNewtonFlow":
         return GaussNewtonFlow(params, rows=100, process_group=group)
-    # Of DEEP, steps that search: those that take the model's minimum have two whole vectors less.
-    settings: Any = {**DEEP, "search": ModelSearch(agreement=1.0)} if method == "DEEP" else {}
+    settings: Any = {**DEEP, "search": search, "preconditioner": fleeting} if method == "DEEP" else {}
     return KSD(params, **settings, process_group=group)
 
 
