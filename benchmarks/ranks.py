@@ -43,15 +43,17 @@ _REPORTED = ("inner_iterations", "inner_evaluations", "bytes_sent", "accepted")
 PLANNED = {"rows": 21, "lines": 20, "iterations": 20}
 
 
-def formula_vectors(K: int, R: int, basis: float = 1.0) -> float:
-    """Vectors of P numbers that a rank holds at the peak of a step, in its search, its parameters included.
+def formula_vectors(K: int, R: int, P: float = 1e12, storage: torch.dtype | None = None) -> float:
+    """Float32 vectors of P numbers that a rank holds at the peak of a step, its parameters included.
 
-    Parts of V, d_prev and the point before it; whole: parameters, origin and direction of the line, the gradient by
-    autograd and the sum of those; and of several ranks each has θ once more, to go back to if another is lost. In the
-    basis there are two parts more (g, which products overwrite, and D), and one whole vector less. ``basis`` is the
-    size of V's numbers in those of θ.
+    For large P these are (K + 3)/R + 5, and one more where R > 1.
     """
-    return (basis * (K + 1) + 2) / R + 5 + (R > 1)
+    from krylov_descent import KSD, Storage
+    from krylov_descent.checking import memory_of
+
+    parameters = [torch.nn.Parameter(torch.empty(int(P), device="meta"))]
+    optimizer = KSD(parameters, krylov_dim=K, storage=Storage(dtype=storage))
+    return memory_of(optimizer, ranks=R).total / (4 * P)
 
 
 def formula_bytes(P: float, R: int, itemsize: int, *, rows: int, lines: int, iterations: int, wire: int = 0) -> float:
@@ -154,7 +156,12 @@ def one(P: int, K: int, N: int, batch_size: int, steps: int, variants: str) -> F
 def point(R: int, *, for_memory: bool = False, variants: str = "plain", **arguments: int) -> list[Found]:
     """``one`` on R new processes: what each of them found."""
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in arguments.items()]
-    command = [sys.executable, "-m", "benchmarks.ranks", f"--variants={variants}", *flags]
+    return on_ranks(R, ["benchmarks.ranks", f"--variants={variants}", *flags], for_memory=for_memory)
+
+
+def on_ranks(R: int, module: Sequence[str], *, for_memory: bool) -> list[Found]:
+    """A module with arguments on R new processes: what each of them printed last, in JSON."""
+    command = [sys.executable, "-m", *module]
     env = {**os.environ, "OMP_NUM_THREADS": "1", **(RETURNING if for_memory else {})}
     with socket.socket() as free:
         free.bind(("localhost", 0))
@@ -271,7 +278,7 @@ def plan() -> str:
     sizes, cases = (1e6, 1e7, 1e8, 1e9), ((1e7, 8), (1e9, 8), (1e6, 64), (1e7, 1024), (1e9, 1024))
     table = [["P", "R", "GB", "GB, bf16 V", *(f"N = {N:.0e}" for N in sizes)], ["---"] * 8]
     for P, R in itertools.product((1e8, 1e9, 7e9), (8, 64, 1024)):
-        gigabytes = [f"{4 * P * formula_vectors(20, R, basis) / 1e9:.3g}" for basis in (1, 0.5)]
+        gigabytes = [f"{4 * P * formula_vectors(20, R, P, V) / 1e9:.3g}" for V in (None, torch.bfloat16)]
         steps = [extrapolated(P, N, R) for N in sizes]
         shares = [f"{a + b:.3g} s ({100 * b / (a + b):.0f} %)" for a, b in steps]
         table.append([f"{P:.0e}", f"{R:,}", *gigabytes, *shares])

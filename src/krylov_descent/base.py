@@ -31,9 +31,10 @@ from krylov_descent.run import Run
 from krylov_descent.safety.atomic import RestoreOnError, current_point
 from krylov_descent.safety.checksum import require_intact, with_checksum
 from krylov_descent.safety.footprint import Footprint
+from krylov_descent.safety.peak import Phases
 from krylov_descent.safety.untrusted import require_plain
 from krylov_descent.samples.given import policy_of
-from krylov_descent.samples.interface import FullBatch, SamplePolicy, Stateless, kinds_of_policy
+from krylov_descent.samples.interface import FullBatch, Microbatch, SamplePolicy, Stateless, kinds_of_policy
 from krylov_descent.state import (
     Parts,
     on_rank,
@@ -289,6 +290,10 @@ class CurvatureOptimizer(ClosureOptimizer):
         """Return the settings that must be equal on all ranks, beside those that their error names."""
         raise NotImplementedError
 
+    def _phases(self, objective: Objective, batch: Microbatch | None) -> Phases:
+        """Return the bytes of a step on a rank by phase and owner, graphs of ``batch`` included."""
+        raise NotImplementedError
+
     def step(  # type: ignore[override]
         self, closure: Callable[..., Any] | None = None, sets: Sets = None
     ) -> StepReport:
@@ -417,9 +422,7 @@ class CurvatureOptimizer(ClosureOptimizer):
         """
         parameters = self._parameters()
         parts = run_on_all(self._comm, lambda: self._parts(parameters))
-        iteration = int(parts.numbers["iteration"])
-        vectors, tensors = gathered(self._comm, parameters, iteration, parts.vectors, parts.tensors)
-        return Parts(vectors, parts.numbers, tensors)
+        return Parts(*gathered(self._comm, parameters, *parts))
 
     def check_whole_state(self, state: Parts) -> None:
         """Check a state as ``load_whole_state`` does; tensors on the device "meta" are checked by shape alone."""

@@ -14,6 +14,7 @@ from krylov_descent.base import CurvatureOptimizer, whole
 from krylov_descent.curvature import CURVATURES, MicrobatchGraph
 from krylov_descent.distributed import Comm, ProcessGroup, Ranks, SingleProcess
 from krylov_descent.distributed.mesh import MeshComm
+from krylov_descent.krylov.memory import ksd_phases
 from krylov_descent.krylov.search import ModelSearch, Search, SubspaceSearch
 from krylov_descent.krylov.step import KSDState, Strategies, ksd_step
 from krylov_descent.krylov.subspace import BasisBuffer, Krylov, SubspaceBuilder
@@ -23,7 +24,8 @@ from krylov_descent.preconditioners.interface import NoPreconditioner, Precondit
 from krylov_descent.preconditioners.kronecker import Kronecker
 from krylov_descent.report import StepReport
 from krylov_descent.safety.budget import Storage
-from krylov_descent.samples.interface import SamplePolicy
+from krylov_descent.safety.peak import Phases
+from krylov_descent.samples.interface import Microbatch, SamplePolicy
 from krylov_descent.stepping.acceptance import Acceptance, Sampler, acceptance_of
 from krylov_descent.vectors.parameters import ParameterVector
 
@@ -162,6 +164,9 @@ class KSD(CurvatureOptimizer):
         use = self._strategies
         each = (use.preconditioner, use.builder, use.search, use.acceptance)
         return " ".join(repr(one) if is_dataclass(one) else type(one).__name__ for one in each)
+
+    def _phases(self, objective: Objective, batch: Microbatch | None) -> Phases:
+        return ksd_phases(objective, self._strategies, batch)
 
     def _needs_outputs(self) -> bool:
         return self._strategies.builder.needs_outputs

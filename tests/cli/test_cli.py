@@ -52,6 +52,11 @@ def full_batch():
     return model, lambda: closure((x, y))
 
 
+def planned():
+    model = nn.Linear(4000, 4000, device="meta")
+    return model, lambda batch: model(batch).sum()
+
+
 def solution():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(1, 10), nn.Tanh(), nn.Linear(10, 1)).double()
@@ -140,6 +145,25 @@ def test_check_shows_a_table(directory: Path, capsys: pytest.CaptureFixture[str]
     assert "optimizer = KSD(model.parameters(), krylov_dim=5)" in text
     assert main(["check", "problem:full_batch", "--curvature", "hessian"]) == 0
     assert "curvature='hessian'" in capsys.readouterr().out
+
+
+def test_check_tells_the_memory_on_ranks(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a model without memory; V and the sketch shrink, the parameters are there twice."""
+    taken = {}
+    for R in ("1", "8"):
+        assert main(["check", "problem:planned", "--ranks", R, "--krylov-dim", "7", "--json"]) == 0
+        taken[R] = json.loads(capsys.readouterr().out)
+    P = 4000 * 4001
+    assert taken["1"]["KSD"]["bytes"]["basis"] == 8 * taken["8"]["KSD"]["bytes"]["basis"] == 4 * 8 * P
+    assert taken["8"]["KSD"]["bytes"]["parameters"] == 8 * P
+    sketches = [taken[R]["GaussNewtonFlow"]["bytes"]["sketch"] for R in taken]
+    assert sketches[0] == 8 * sketches[1]
+    assert main(["check", "problem:planned", "--ranks", "8"]) == 0
+    text = capsys.readouterr().out
+    assert text.count("on each of 8 ranks") == 3
+    assert "KSD(**DEEP): " in text
+    assert main(["check", "problem:planned", "--ranks", "0"]) == 2
+    assert "ranks=0" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -124,6 +124,14 @@ def scattered(group: Any) -> list[float]:
     return [float((y - comm.ranks / 3).abs().max()) for y in sums]
 
 
+def uneven(group: Any) -> list[float]:
+    """This rank's part of a sum over ranks, where rank r has 3r numbers."""
+    comm = GroupComm(group)
+    sizes = [3 * r for r in range(comm.ranks)]
+    x = torch.arange(float(sum(sizes))) * (comm.rank + 1)
+    return comm.reduce_scatter(x, sizes=sizes).tolist()
+
+
 def added_up(group: Any) -> float:
     """256 of rank 0 and 1 of each other rank, which bfloat16 has, added over a bfloat16 wire."""
     comm = GroupComm(group, torch.bfloat16)

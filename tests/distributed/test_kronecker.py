@@ -1,4 +1,4 @@
-"""R ranks must have the factors and the D⁻¹w of one process."""
+"""R ranks must have the D⁻¹w of one process, and its factors between them, each rank those of its layers."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
+from krylov_descent import DEEP, KSD, Growing
 from krylov_descent.distributed import Ranks
 from krylov_descent.distributed.mesh import MeshComm
 from krylov_descent.objective.objective import Objective
-from krylov_descent.preconditioners.kronecker import Kronecker, KroneckerState
+from krylov_descent.preconditioners.kronecker import Kronecker, KroneckerState, kept_bytes, owners
 from krylov_descent.preconditioners.kronecker_blocks import DiagonalBlock, LayerBlock, PulledBlock, TableBlock
 from krylov_descent.samples.subsets import Microbatch
 from krylov_descent.state import taken_apart
@@ -40,7 +41,7 @@ class Network(nn.Module):
 
 
 def solve(group: Any, fails_on: int = -1, odd_rank: int = -1, samples: int = 24, batch_size: int = 4) -> dict[str, Any]:
-    """D⁻¹w after some refreshes, put together; the state; the names of the inverses that this rank has."""
+    """D⁻¹w after some refreshes, put together; the state; the tensors of the state by name."""
     comm = Ranks(group).comm()
     model = Network().double()
     generator = torch.Generator().manual_seed(1)
@@ -70,13 +71,8 @@ def solve(group: Any, fails_on: int = -1, odd_rank: int = -1, samples: int = 24,
         precondition, state = found.solve, found.state
     assert precondition is not None
     w = torch.randn(parameters.numel, generator=generator, dtype=F64)
-    parts = taken_apart(state)
-    return {
-        "solved": comm.all_gather(precondition(comm.shard(w)), parameters.numel),
-        "state": state,
-        "factors": {name: x for name, x in parts.tensors.items() if not name.endswith("_inverse")},
-        "inverses": {name for name in parts.tensors if name.endswith("_inverse")},
-    }
+    solved = comm.all_gather(precondition(comm.shard(w)), parameters.numel)
+    return {"solved": solved, "state": state, "tensors": taken_apart(state).tensors}
 
 
 @pytest.mark.parametrize(("samples", "batch_size"), [(24, 4), (2, 1)])
@@ -93,22 +89,52 @@ def test_ranks_have_what_one_process_has(pool: Pool, samples: int, batch_size: i
             torch.testing.assert_close(result["solved"], one["solved"])
             assert result["state"].places == one["state"].places
             assert result["state"].damping == pytest.approx(one["state"].damping, rel=1e-7)
-            assert {i: (type(b), b.begun) for i, b in result["state"].blocks.items()} == {
-                i: (type(b), b.begun) for i, b in one["state"].blocks.items()
-            }
-            assert set(result["factors"]) == set(one["factors"])
-            for name, x in one["factors"].items():
-                torch.testing.assert_close(result["factors"][name], x, msg=name)
-                assert torch.equal(result["factors"][name], results[0]["factors"][name])
-        assert set().union(*(result["inverses"] for result in results)) == one["inverses"]
-        assert all(result["inverses"] < one["inverses"] for result in results)
+            for i, block in result["state"].blocks.items():
+                assert (type(block), block.begun) == (known[i], one["state"].blocks[i].begun)
+            for name, x in result["tensors"].items():
+                torch.testing.assert_close(x, one["tensors"][name], msg=name)
+        assert sorted(i for result in results for i in result["state"].blocks) == [*known]
+        assert sum(len(result["tensors"]) for result in results) == len(one["tensors"])
+
+
+def held(group: Any) -> tuple[int, int]:
+    """Bytes of the factors of this rank after a step of a deep network, and what is said of them."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
+    optimizer = KSD(model.parameters(), **DEEP, process_group=group)
+    x = torch.randn(64, 16)
+
+    def closure(batch: Any) -> tuple[Tensor, Tensor]:
+        z = model(batch[0])
+        return z.square().mean(), z
+
+    optimizer.step(closure, Growing((x,), batch_size=16, start=64, seed=0))
+    tensors = optimizer.state[optimizer.trained()[0]]["tensors"]
+    ranks = 1 if group is None else group.size()
+    return sum(x.nbytes for x in tensors.values()), kept_bytes(optimizer.trained(), torch.float32, ranks)
+
+
+def test_memory_of_factors_falls_with_ranks(pool: Pool) -> None:
+    one, _ = held(None)
+    for R in (2, 4):
+        for factors, figure in pool.run(R, held):
+            assert factors == one / R
+            assert figure == pytest.approx(factors, rel=0.02)
+
+
+def test_owners_share_the_largest_first() -> None:
+    params = [torch.ones(n, n) for n in (9, 3, 8, 7, 2)] + [torch.ones(4)]
+    assert owners(params, 1) == [0] * 6
+    assert owners(params, 2) == [0, 0, 1, 1, 0, 0]
+    assert sorted(owners(params, 9)) == [0, 1, 2, 3, 4, 5]
 
 
 def test_what_one_rank_finds_out_counts_for_all(pool: Pool) -> None:
     results = pool.run(3, functools.partial(solve, odd_rank=1))
     for result in results:
         assert torch.equal(result["solved"], results[0]["solved"])
-        assert isinstance(result["state"].blocks[6], PulledBlock)
+    (block,) = (result["state"].blocks[6] for result in results if 6 in result["state"].blocks)
+    assert isinstance(block, PulledBlock)
 
 
 def test_a_failure_is_that_of_all(pool: Pool) -> None:

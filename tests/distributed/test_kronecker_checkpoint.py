@@ -107,8 +107,10 @@ def test_a_resumed_run_takes_the_same_steps(pool: Pool, tmp_path: Path, R: int, 
         assert all(same(x, c["loaded"][name]) for name, x in b["memory"].items())
         assert b["losses"] + c["losses"] == a["losses"]
         assert torch.equal(c["theta"], a["theta"])
-        assert c["memory"].keys() == a["memory"].keys()  # a rank keeps what it needs, as before
+        assert c["memory"].keys() == a["memory"].keys()  # a rank keeps what is its own, as before
         assert all(same(x, c["memory"][name]) for name, x in a["memory"].items())
+    held = [name for rank in whole for name, x in rank["memory"].items() if isinstance(x, Tensor)]
+    assert sorted(held) == sorted(f.removeprefix(f"tensors/{OF}") for f in _saved(path) if OF in f)
 
 
 @pytest.mark.parametrize("start", [60, pytest.param(300, marks=pytest.mark.nightly)])

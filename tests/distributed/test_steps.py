@@ -13,7 +13,7 @@ from torch import Tensor
 
 from krylov_descent import DEEP, PAPER, Fisher, GaussNewtonFlow, checkpoint
 from tests.distributed.pool import Pool, RanksFailedError
-from tests.distributed.runs import added_up, broken_off, flat, scattered, train, training, wrapped
+from tests.distributed.runs import added_up, broken_off, flat, scattered, train, training, uneven, wrapped
 
 RANKS = (2, pytest.param(3, marks=pytest.mark.nightly), pytest.param(4, marks=pytest.mark.nightly))
 
@@ -172,6 +172,10 @@ def test_a_narrow_wire_halves_what_is_sent_and_still_trains(pool: Pool) -> None:
 
 def test_sums_over_a_narrow_wire_are_taken_in_the_wide_dtype(pool: Pool) -> None:
     assert pool.run(2, added_up) == [257.0, 257.0]
+
+
+def test_parts_may_have_other_lengths(pool: Pool) -> None:
+    assert pool.run(3, uneven) == [[], [0.0, 6.0, 12.0], [18.0, 24.0, 30.0, 36.0, 42.0, 48.0]]
 
 
 def test_what_is_to_be_inverted_does_not_take_the_narrow_wire(pool: Pool) -> None:

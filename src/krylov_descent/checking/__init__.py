@@ -13,6 +13,7 @@ from krylov_descent.base import whole
 from krylov_descent.checking.advice import choice, line
 from krylov_descent.checking.closure import call, carried, consistency, load, outputs, precision, trained, unready
 from krylov_descent.checking.finding import CheckReport, Finding, TrialRow, split_remedy
+from krylov_descent.checking.memory import MemoryReport, memory_of
 from krylov_descent.checking.problem import Curvature, Names, Problem, first_line
 from krylov_descent.checking.resources import fisher, memory
 from krylov_descent.checking.restore import as_found
@@ -143,4 +144,4 @@ def _without_raising(name: str, findings: Iterator[Finding]) -> Generator[Findin
     return failed
 
 
-__all__ = ["CheckReport", "Finding", "TrialRow", "check"]
+__all__ = ["CheckReport", "Finding", "MemoryReport", "TrialRow", "check", "memory_of"]

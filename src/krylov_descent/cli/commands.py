@@ -11,7 +11,7 @@ import tyro
 
 from krylov_descent.cli.options import Check, Doctor, Plot, Train
 from krylov_descent.cli.screen import complain, say
-from krylov_descent.cli.target import UsageError, load
+from krylov_descent.cli.target import Target, UsageError, load
 
 Command = (
     Annotated[Check, tyro.conf.subcommand("check")]
@@ -60,6 +60,8 @@ def _check(command: Check) -> int:
     from krylov_descent.checking import check
 
     target = load(command.target)
+    if command.ranks is not None:
+        return _memory(command, target, command.ranks)
     try:
         seconds = None if command.try_for is None else float(command.try_for.removesuffix("s"))
         report = check(
@@ -81,6 +83,24 @@ def _check(command: Check) -> int:
         except (ImportError, ValueError, OSError) as error:
             sys.stderr.write(f"\nThe trial could not be drawn: {error}\n")
     return 0 if report.ok else 1
+
+
+def _memory(command: Check, target: Target, ranks: int) -> int:
+    from krylov_descent import DEEP, KSD, GaussNewtonFlow
+    from krylov_descent.checking import memory_of
+
+    try:
+        params = [p for p in target.model.parameters() if p.requires_grad]
+        ksd = KSD(params, krylov_dim=command.krylov_dim, curvature=command.curvature)
+        methods = {"KSD": ksd, "KSD(**DEEP)": KSD(params, **DEEP), "GaussNewtonFlow": GaussNewtonFlow(params)}
+        found = {name: memory_of(optimizer, ranks=ranks) for name, optimizer in methods.items()}
+    except ValueError as error:
+        raise UsageError(str(error), "krylov-descent check --help") from error
+    if command.json:
+        say(json.dumps({name: {"phase": x.phase, "bytes": dict(x.owners)} for name, x in found.items()}, indent=2))
+    else:
+        say("\n\n".join(f"{name}: {x}" for name, x in found.items()) + "\n\nActivations and graphs come on top.")
+    return 0
 
 
 def _plot(command: Plot) -> int:

@@ -23,6 +23,8 @@ class Check:
     """Try each method for this much processor time, such as 20s, and print the line of the best."""
     picture: Path = Path("trial.png")
     """The file of the picture of a trial."""
+    ranks: Annotated[int | None, tyro.conf.arg(metavar="R")] = None
+    """Print what a step would take on each of so many ranks, and check nothing; the model may be on "meta"."""
     json: bool = False
     """Print JSON in place of a table."""
 

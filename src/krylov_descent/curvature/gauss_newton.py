@@ -41,12 +41,15 @@ class GaussNewtonGraph(MicrobatchGraph):
             return (None,) * len(v)
         return self._linear.vjp(self._bent(Jv))  # H_L Jv → Jᵀ H_L Jv, lines 11-15
 
-    def gram(self, vectors: Sequence[Sequence[Tensor]]) -> Tensor:
-        """Return [(Jvᵢ)ᵀ H_L Jvⱼ], float64 on the CPU, without pull-backs to the parameters."""
-        m = len(vectors)
+    def image(self, v: Sequence[Tensor]) -> Sequence[Tensor]:
+        """v → Jv."""
+        return self._linear.jvp(v) if self._dL_dz else ()
+
+    def gram(self, images: Sequence[Sequence[Tensor]]) -> Tensor:
+        """Return [(Jvᵢ)ᵀ H_L Jvⱼ] from the images Jv, float64 on the CPU, without pull-backs to the parameters."""
+        m = len(images)
         if not self._dL_dz:
             return torch.zeros(m, m, dtype=torch.float64, device="cpu")
-        images = [self._linear.jvp(v) for v in vectors]
         found = []
         for Jv in images:
             HJv = self._bent(Jv)

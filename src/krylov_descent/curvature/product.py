@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ from krylov_descent.distributed.sharded import local_part
 from krylov_descent.objective.closure import Evaluation, require_weight
 from krylov_descent.objective.objective import GRADIENT, Objective
 from krylov_descent.samples.subsets import Microbatch
+from krylov_descent.vectors.parameters import ParameterVector
 from krylov_descent.vectors.storage import BasisStorage
 from krylov_descent.vectors.sums import WeightedSum
 
@@ -104,20 +106,33 @@ class CurvatureProduct:
         objective, m = self._objective, V.m
         parameters, comm = objective.parameters, objective.comm
         rows = V.tensor()
-        vectors = [parameters.unflatten(comm.all_gather(v, parameters.numel, row=True)) for v in rows]
+        vectors: list[list[Tensor]] = []  # whole, of all rows, only for graphs that are there one at a time
+        images: list[list[Sequence[Tensor]]] = []  # of each row by each graph that is kept
         sums = torch.zeros(m * m + 1, dtype=torch.float64, device="cpu")
 
+        def see(v: list[Tensor]) -> None:
+            with explain_missing_second_derivative(), sdpa_kernel(SDPBackend.MATH):
+                images.append([graph.image(v) for graph, *_ in self._graphs() if isinstance(graph, GaussNewtonGraph)])
+
         def work() -> None:
-            for graph, weight, n in self._graphs():
+            for k, (graph, weight, n) in enumerate(self._graphs()):
                 assert isinstance(graph, GaussNewtonGraph)
                 with explain_missing_second_derivative(), sdpa_kernel(SDPBackend.MATH):
-                    sums[:-1] += weight * graph.gram(vectors).reshape(-1)
+                    of_rows = [row[k] for row in images] or [graph.image(v) for v in vectors]
+                    sums[:-1] += weight * graph.gram(of_rows).reshape(-1)
                 sums[-1] += weight
                 objective.sample_gradients += graph.image_cost * m * n
                 del graph  # before the next is rebuilt
 
-        outcome = defer_error(comm, work)
-        total = comm.total(sums, outcome)
+        outcome: Exception | None = None
+        for row in rows:
+            v = parameters.unflatten(comm.all_gather(row, parameters.numel, row=True))
+            if self.rebuilds:
+                vectors.append(v)
+            else:
+                outcome = outcome or defer_error(comm, functools.partial(see, v))
+            del v  # a vector of P numbers, before the next is made
+        total = comm.total(sums, outcome or defer_error(comm, work))
         require_weight(W := float(total[-1]))
         H = total[:-1].reshape(m, m) / W
         if not any(parameters.decay):
@@ -133,7 +148,8 @@ class CurvatureProduct:
     def _keep(self, batch: Microbatch, memory_budget: int | None) -> None:
         """Build a micro-batch's graph and keep it, if it fits."""
         try:
-            with self._measured(enabled=memory_budget is not None and self.measured) as size:
+            enabled = memory_budget is not None and self.measured
+            with saved_bytes(self._objective.parameters) if enabled else nullcontext([0]) as size:
                 built = self._build(batch)
         except RuntimeError as error:
             if "saved tensor hooks" not in str(error):
@@ -176,24 +192,31 @@ class CurvatureProduct:
         # A closure that differentiates inside needs full derivatives of convolutions.
         return self._objective.evaluate(batch) if lean.differentiated else evaluation
 
-    @contextmanager
-    def _measured(self, *, enabled: bool) -> Iterator[list[int]]:
-        """Count the bytes of tensors that autograd saves inside; each storage counts once, parameters never."""
-        size = [0]
-        if not enabled:
-            yield size
-            return
-        seen = {p.untyped_storage().data_ptr() for p in self._objective.parameters.local}
 
-        def pack(x: Tensor) -> Tensor:
-            if x.layout != torch.strided:  # no storage of its own
-                size[0] += x._nnz() * (x.element_size() + 8 * x.ndim) if x.is_sparse else x.numel() * x.element_size()
-                return x.detach()
-            storage = local_part(x, x).untyped_storage()
-            if storage.data_ptr() not in seen:
-                seen.add(storage.data_ptr())
-                size[0] += storage.nbytes()
+@contextmanager
+def saved_bytes(parameters: ParameterVector) -> Iterator[list[int]]:
+    """Count the bytes of tensors that autograd saves inside; each storage counts once, parameters never."""
+    size = [0]
+    seen = {p.untyped_storage()._cdata for p in parameters.local}  # tells meta tensors apart, too
+
+    def pack(x: Tensor) -> Tensor:
+        if x.layout != torch.strided:  # no storage of its own
+            size[0] += x._nnz() * (x.element_size() + 8 * x.ndim) if x.is_sparse else x.numel() * x.element_size()
             return x.detach()
+        storage = local_part(x, x).untyped_storage()
+        if storage._cdata not in seen:
+            seen.add(storage._cdata)
+            size[0] += storage.nbytes()
+        return x.detach()
 
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-            yield size
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        yield size
+
+
+def forward_bytes(objective: Objective, batch: Microbatch | None) -> int:
+    """Return the bytes that autograd saves in one evaluation; 0 without a batch."""
+    if batch is None:
+        return 0
+    with saved_bytes(objective.parameters) as size:
+        objective.evaluate(batch)
+    return size[0]

@@ -7,7 +7,7 @@ collective is the identity, so there is one Algorithm 2 and one Algorithm 3 for 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
 import torch
@@ -75,8 +75,17 @@ class Comm(Protocol):
         """Return the elementwise maximum of a small tensor over ranks."""
         ...
 
-    def reduce_scatter(self, x: Tensor, out: Tensor | None = None, *, exact: bool = False) -> Tensor:
-        """[P] → [P_local]: this rank's part of the sum over ranks; ``exact``: sent in the dtype of x."""
+    def reduce_scatter(
+        self, x: Tensor, out: Tensor | None = None, *, exact: bool = False, sizes: Sequence[int] | None = None
+    ) -> Tensor:
+        """[P] → [P_local]: this rank's part of the sum over ranks.
+
+        Args:
+            x: a vector of this rank.
+            out: the memory of the result.
+            exact: whether x is sent in its own dtype.
+            sizes: the lengths of the ranks' parts; by default those of all vectors.
+        """
         ...
 
     def all_gather(self, x: Tensor, numel: int, *, row: bool = False) -> Tensor:
@@ -119,7 +128,9 @@ class SingleProcess:
         """Return ``x``."""
         return x
 
-    def reduce_scatter(self, x: Tensor, out: Tensor | None = None, *, exact: bool = False) -> Tensor:
+    def reduce_scatter(
+        self, x: Tensor, out: Tensor | None = None, *, exact: bool = False, sizes: Sequence[int] | None = None
+    ) -> Tensor:
         """Return ``x``."""
         return x
 

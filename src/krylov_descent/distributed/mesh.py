@@ -70,7 +70,9 @@ class MeshComm:
         """Return x·y over all ranks."""
         return self._reduced(self.shard(x) @ self.shard(y), dist.ReduceOp.SUM)
 
-    def reduce_scatter(self, x: Tensor, out: Tensor | None = None, *, exact: bool = False) -> Tensor:
+    def reduce_scatter(
+        self, x: Tensor, out: Tensor | None = None, *, exact: bool = False, sizes: Sequence[int] | None = None
+    ) -> Tensor:
         """Return ``shard(x)``: gradients are already summed when they get the parameters' placements."""
         return self.shard(x)
 

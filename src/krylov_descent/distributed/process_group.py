@@ -9,7 +9,8 @@ Buckets bound the memory for the R pieces.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -107,24 +108,26 @@ class GroupComm:
         rows = self._gathered(x.detach().to(self._device or "cpu", torch.float64).reshape(1, -1))
         return rows.amax(0).reshape(x.shape).to(x.device, x.dtype)
 
-    def reduce_scatter(self, x: Tensor, out: Tensor | None = None, *, exact: bool = False) -> Tensor:
+    def reduce_scatter(
+        self, x: Tensor, out: Tensor | None = None, *, exact: bool = False, sizes: Sequence[int] | None = None
+    ) -> Tensor:
         """Return this rank's part of the sum, by all-to-all in buckets."""
-        P, (start, stop) = x.numel(), self.bounds(x.numel())
-        s, R = stop - start, self.ranks
-        out = x.new_empty(s) if out is None else out
+        P, R = x.numel(), self.ranks
+        s = -(-P // R)
+        ends = [s * (r + 1) for r in range(R)] if sizes is None else list(itertools.accumulate(sizes))
+        starts = [0, *ends[:-1]]
+        out = x.new_empty(ends[self.rank] - starts[self.rank]) if out is None else out
         wire = x.dtype if exact else self._wire or x.dtype
         step = max(1, _BUCKET // R)
-        for i in range(0, s, step):
-            j = min(s, i + step)
-            outgoing = torch.zeros(R, j - i, dtype=wire, device=x.device)
-            for r in range(R):
-                a, b = r * s + i, min(r * s + j, P)
-                if a < b:
-                    outgoing[r, : b - a] = x[a:b]
-            incoming = torch.empty_like(outgoing)
-            self._call(dist.all_to_all_single, incoming, outgoing)
-            self.sent += outgoing.nbytes // R * (R - 1)
-            out[i:j] = _ordered_sum(incoming.to(x.dtype))
+        for i in range(0, max(b - a for a, b in zip(starts, ends, strict=True)), step):
+            pieces = [x[a + i : min(a + i + step, b, P)] for a, b in zip(starts, ends, strict=True)]
+            outgoing, lengths = torch.cat(pieces).to(wire), [len(piece) for piece in pieces]
+            own = lengths[self.rank]
+            incoming = outgoing.new_empty(R, own)
+            self._call(dist.all_to_all_single, incoming.view(-1), outgoing, [own] * R, lengths)
+            self.sent += (len(outgoing) - own) * outgoing.itemsize
+            out[i : i + own] = _ordered_sum(incoming.to(x.dtype))
+        out[max(0, P - starts[self.rank]) :] = 0  # padding
         return out
 
     def all_gather(self, x: Tensor, numel: int, *, row: bool = False) -> Tensor:
@@ -170,7 +173,7 @@ class GroupComm:
             connected=True,
         )
 
-    def _call(self, collective: Callable[..., Any], *args: Tensor) -> None:
+    def _call(self, collective: Callable[..., Any], *args: Any) -> None:
         with explained(self.rank, self.ranks):
             collective(*args, group=self.group)
 
@@ -178,13 +181,16 @@ class GroupComm:
         raise TypeError("An optimizer with a process group cannot be copied or pickled: save its state_dict().")
 
 
-def gather(comm: Comm, value: T) -> list[T]:
-    """Return the values of all ranks, by rank."""
+def gather(comm: Comm, value: T, *, onto_first: bool = False) -> list[T]:
+    """Return the values of all ranks, by rank; ``onto_first``: on rank 0 only, elsewhere none."""
     if not isinstance(comm, GroupComm):
         return [value]
-    values: list[Any] = [None] * comm.ranks
+    values: list[Any] = [None] * comm.ranks if comm.rank == 0 or not onto_first else []
     with explained(comm.rank, comm.ranks):
-        dist.all_gather_object(values, value, group=comm.group)
+        if onto_first:
+            dist.gather_object(value, values or None, group=comm.group, group_dst=0)
+        else:
+            dist.all_gather_object(values, value, group=comm.group)
     return values
 
 

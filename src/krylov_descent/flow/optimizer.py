@@ -10,11 +10,13 @@ from torch.optim.optimizer import ParamsT
 
 from krylov_descent.base import CurvatureOptimizer, whole
 from krylov_descent.distributed import Comm, ProcessGroup, Ranks, run_on_all
+from krylov_descent.flow.memory import flow_phases
 from krylov_descent.flow.sketch import ROWS, refusal
 from krylov_descent.flow.step import FlowSettings, FlowState, flow_step
 from krylov_descent.objective.objective import Objective
 from krylov_descent.report import StepReport
-from krylov_descent.samples.interface import SamplePolicy
+from krylov_descent.safety.peak import Phases
+from krylov_descent.samples.interface import Microbatch, SamplePolicy
 from krylov_descent.stepping.acceptance import Acceptance, Sampler, acceptance_of
 from krylov_descent.vectors.parameters import ParameterVector
 
@@ -113,6 +115,9 @@ class GaussNewtonFlow(CurvatureOptimizer):
 
     def _settings(self) -> str:
         return repr(self._flow)
+
+    def _phases(self, objective: Objective, batch: Microbatch | None) -> Phases:
+        return flow_phases(objective, self._flow, batch)
 
     def _mesh_comm(self, parameters: ParameterVector) -> Comm:
         raise ValueError(

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from krylov_descent.distributed import Comm, added, defer_error
+from krylov_descent.distributed import Comm, added, defer_error, part_length
 from krylov_descent.flow.row_sampling import BatchRows, Part, TappedGraph, room
 from krylov_descent.objective.closure import Evaluation, require_weight
 from krylov_descent.objective.objective import Objective
@@ -23,15 +23,24 @@ from krylov_descent.samples.subsets import Microbatch
 
 ROWS = 400  # default of m
 
-# Peak memory in units of m·n numbers: J and its copy for the QR (measured: 2.0 to 2.5), and a third more, since many
-# small terms may add rows beyond m.
-_COPIES = 3.3
+_MARGIN = 1.65  # many small terms may add rows beyond m, and some layers' rows take copies
 _TIMED = 100_000  # most parameters with which steps were timed (docs/appendix/speed.md)
 
 
+def expected_bytes(rows: int, numel: int, dtype: torch.dtype) -> int:
+    """Return the memory of J with this number of rows and of its QR in float64, on all ranks together.
+
+    Example:
+        >>> [expected_bytes(400, 1000, dtype) for dtype in (torch.float64, torch.float32)]
+        [6400000, 8000000]
+    """
+    copies = 1 if dtype == torch.float64 else 2  # the one that the QR overwrites, and J converted
+    return rows * numel * (dtype.itemsize + 8 * copies)
+
+
 def sketch_bytes(rows: int, numel: int, dtype: torch.dtype) -> int:
-    """Return the peak memory of a sketch with this number of rows."""
-    return int(_COPIES * rows * numel * dtype.itemsize)
+    """Return an upper bound of the memory of a sketch with this number of rows."""
+    return int(_MARGIN * expected_bytes(rows, numel, dtype))
 
 
 def refusal(
@@ -214,9 +223,10 @@ def _scattered(comm: Comm, rows: Sequence[Tensor], start: int, m: int, none: Ten
     A reduce-scatter with zeros (``none``) from all ranks but one sends that rank's row to its owners.
     """
     own = range(start, start + len(rows))
-    parts = [comm.reduce_scatter(rows[i - start] if i in own else none, exact=True) for i in range(m)]
-    # A loss that is linear in the outputs has no curvature, and no rows.
-    return torch.stack(parts) if parts else comm.shard(none)[None][:0]
+    J = none.new_empty(m, part_length(comm, len(none)))
+    for i in range(m):
+        J[i] = comm.reduce_scatter(rows[i - start] if i in own else none, exact=True)
+    return J
 
 
 def _seed(key: Sequence[int]) -> int:

@@ -38,10 +38,14 @@ class SubspaceBuilder(ABC):
     Attributes:
         krylov_dim: K; ``Subsets`` puts 1/K of the samples in B and in C.
         needs_outputs: whether the closure must return the model outputs beside the loss.
+        storage: dtype and device of V.
+        earlier: the largest number of earlier steps that it keeps, and that V has as rows.
     """
 
     krylov_dim: int
     needs_outputs: bool = True
+    storage: Storage = Storage()
+    earlier: int = 0
 
     def init(self) -> Any:
         """Return the state of a new run: a frozen dataclass of numbers and tensors."""
@@ -49,6 +53,10 @@ class SubspaceBuilder(ABC):
 
     def prepare(self, objective: Objective, sets: Callable[[], StepSets]) -> None:  # noqa: B027 — nothing by default
         """Raise or warn if memory is too small; called before each step. ``sets`` returns the step's sets."""
+
+    def graph_bytes(self, objective: Objective, batch: Microbatch) -> int:
+        """Return the bytes of the graphs of a micro-batch of B that are kept for products."""
+        return 0
 
     @abstractmethod
     def build(self, at: GradientPass, solve: Solve, state: Any) -> Subspace:
@@ -145,8 +153,12 @@ class Krylov(SubspaceBuilder):
         """Whether H needs the model outputs: yes, unless H is the Hessian of the loss."""
         return self.curvature.first_order
 
+    def graph_bytes(self, objective: Objective, batch: Microbatch) -> int:
+        """Return the bytes that autograd saves for products by H."""
+        return CurvatureProduct(self.curvature, objective, [batch], memory_budget=_ANYTHING).kept_bytes
+
     @property
-    def earlier(self) -> int:
+    def earlier(self) -> int:  # type: ignore[override]
         """The number of earlier steps to keep: none with a memory budget, since each is a row of V."""
         useful = self._at_once and self.memory_budget is None and self.previous is not None
         return EARLIER if useful else 0

@@ -50,7 +50,8 @@ class Preconditioner(ABC):
     def init(self) -> Any:
         """Return the state of a new run: a frozen dataclass of numbers and tensors.
 
-        On several ranks, tensors with the same name must be equal: a checkpoint stores them once.
+        On several ranks, what has the same name must be equal: a checkpoint stores it once. A rank may have names of
+        its own; each rank then loads those of all.
         """
         return Stateless()
 
@@ -70,6 +71,10 @@ class Preconditioner(ABC):
 
     def bytes_in_step(self, objective: Objective) -> int:
         """Return an upper bound of the bytes it takes from ``memory_budget``."""
+        return 0
+
+    def bytes_held(self, objective: Objective) -> int:
+        """Return the bytes of its states before and after the step, which stay while the step is searched."""
         return 0
 
 

@@ -3,27 +3,27 @@
 Letters: F block-diagonal, with A ⊗ G for each layer (statistics.py) and a diagonal for other parameters;
 τ the option, λ = τν tr F/P the damping; c the weight decay; n updates, e = min(memory, 1 − 1/n) the weight of the past.
 
-Ranks: every rank has the sums over all ranks, by one reduce-scatter and one all-gather of all A and G. A rank inverts
-the layers that its part of the vector overlaps. D⁻¹w gathers w.
+Ranks: each parameter has an owner, the rank that holds, inverts and saves its block (the bias of a layer goes with the
+weight). Statistics reach the owners by one reduce-scatter. D⁻¹w gathers w; owners solve for their layers, and a
+reduce-scatter gives every rank its part.
 
 The bound on memory follows from the parameters' shapes alone, which do not tell an embedding from a dense layer, nor
 whether there is a bias. It counts every matrix as a dense layer with a bias, or beyond 4096 rows or columns as both a
-diagonal and an embedding; every vector as a diagonal; and all inverses on every rank. The bound is close on one rank,
-and far too high for embeddings.
+diagonal and an embedding; and every vector as a diagonal. The bound is close for dense and convolutional layers, and
+far too high for embeddings. Owners are chosen by the same figures.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from krylov_descent.distributed import Comm, added, defer_error
+from krylov_descent.distributed import Comm, added, defer_error, stacked
 from krylov_descent.layers.verify import Found, Trust, due
 from krylov_descent.objective.closure import require_weight
 from krylov_descent.objective.objective import Objective
@@ -46,28 +46,50 @@ from krylov_descent.stepping.gradient_pass import GradientPass
 from krylov_descent.vectors.parameters import ParameterVector
 from krylov_descent.vectors.products import numbers_of
 
-_GATHERED = 3  # copies of the statistics while ranks are summed: the rank's own, flattened, the sums over ranks
+_GATHERED = 2  # copies of the statistics while ranks are summed: the rank's own, flattened
 _CHOLESKY = 3  # float64 copies of a matrix during its inversion
 
 
-def kept_bytes(params: Sequence[Tensor], dtype: torch.dtype) -> int:
-    """Return the bytes kept from step to step: A, G, their inverses, and diagonals.
+def kept_bytes(params: Sequence[Tensor], dtype: torch.dtype, ranks: int = 1) -> int:
+    """Return the bytes kept from step to step, the most of any rank: A, G, their inverses, and diagonals.
 
     Example:
         >>> kept_bytes([torch.ones(3, 4), torch.ones(3)], torch.float32)  # 2 (5² + 3²) + 3 numbers
         284
     """
-    return sum(sum(_numbers(p)) for p in params) * dtype.itemsize
+    owned = [0] * ranks
+    for p, owner in zip(params, owners(params, ranks), strict=True):
+        owned[owner] += sum(_numbers(p))
+    return max(owned) * dtype.itemsize
 
 
 def step_bytes(objective: Objective) -> int:
-    """Return the peak bytes in a step: the old and the new state (a failed step keeps the old), and workspace."""
-    params, dtype, comm = objective.parameters.params, objective.parameters.dtype, objective.comm
-    kept = kept_bytes(params, dtype)
+    """Return the peak bytes in a step, the most of any rank.
+
+    There are the old and the new state, as a failed step keeps the old, and workspace. Each rank passes over its
+    samples with all layers: the statistics are whole until the ranks are summed.
+    """
+    params, dtype, ranks = objective.parameters.params, objective.parameters.dtype, objective.comm.ranks
+    kept = kept_bytes(params, dtype, ranks)
     statistics = sum(_numbers(p)[0] for p in params) * dtype.itemsize
-    copies = _GATHERED if comm.ranks > 1 else 1
+    copies = _GATHERED if ranks > 1 else 1
     largest = max((max(_sides(p)) + 1 for p in params if _is_matrix(p)), default=0)
     return max(kept + copies * statistics, 2 * kept + _CHOLESKY * 8 * largest**2)
+
+
+def owners(params: Sequence[Tensor], ranks: int) -> list[int]:
+    """Return the rank that owns each parameter: the largest first, each goes to the rank that owns the least.
+
+    Example:
+        >>> owners([torch.ones(3, 3), torch.ones(8, 8), torch.ones(3), torch.ones(5, 5)], 2)
+        [1, 0, 1, 1]
+    """
+    sizes = [sum(_numbers(p)) for p in params]
+    owned, found = [0] * ranks, [0] * len(params)
+    for i in sorted(range(len(params)), key=lambda i: (-sizes[i], i)):
+        found[i] = owned.index(min(owned))
+        owned[found[i]] += sizes[i]
+    return found
 
 
 def _numbers(p: Tensor) -> tuple[int, int]:
@@ -118,7 +140,7 @@ class KroneckerState:
         damping: λ of the inverses.
         decay: Σc of the inverses.
         places: positions of the parameters among all, frozen ones included.
-        blocks: the blocks by parameter index; a weight's block includes its bias.
+        blocks: this rank's blocks by parameter index; a weight's block includes its bias.
     """
 
     updates: int = 0
@@ -146,15 +168,19 @@ class KroneckerState:
                         "model as it was when it was saved."
                     )
 
-    def of(self, parameters: ParameterVector) -> KroneckerState:
-        """Return the state on these parameters' device; a new state if its places or shapes do not fit them."""
+    def of(self, parameters: ParameterVector, comm: Comm) -> KroneckerState:
+        """Return the state of this rank on these parameters' device; a new state if it does not fit them.
+
+        One that was loaded has the blocks of all ranks.
+        """
         params, blocks = parameters.params, self.blocks
         if list(self.places) != parameters.places[: len(self.places)]:
             return KroneckerState()  # other parameters are frozen now
         if any(not 0 <= i < len(params) or not block.belongs(i, params) for i, block in blocks.items()):
             return KroneckerState()
-        placed = {i: block.placed(parameters.device, parameters.dtype) for i, block in sorted(blocks.items())}
-        return replace(self, blocks=placed)
+        owner = owners(params, comm.ranks)
+        own = {i: block for i, block in sorted(blocks.items()) if owner[i] == comm.rank}
+        return replace(self, blocks={i: b.placed(parameters.device, parameters.dtype) for i, b in own.items()})
 
 
 @dataclass(frozen=True, eq=False)
@@ -211,6 +237,11 @@ class Kronecker(Preconditioner):
         """Return the bytes of the old and new factors and their workspace."""
         return step_bytes(objective)
 
+    def bytes_held(self, objective: Objective) -> int:
+        """Return the bytes of the old and new factors."""
+        parameters = objective.parameters
+        return 2 * kept_bytes(parameters.params, parameters.dtype, objective.comm.ranks)
+
     def refresh(
         self,
         objective: Objective,
@@ -235,16 +266,19 @@ class Kronecker(Preconditioner):
         Raises:
             ValueError: parameters are spread over a mesh.
         """
-        parameters = objective.parameters
-        part(parameters, objective.comm)
-        old = state.of(parameters)
+        parameters, comm = objective.parameters, objective.comm
+        _refuse_mesh(parameters, comm)
+        old = state.of(parameters, comm)
         gathered = _gathered(objective, batches, old, key)
         if gathered is None:
             return Refreshed(None, state)
         fresh, note = gathered
-        if not math.isfinite(sum(traces(x for block in fresh.values() for x in block.tensors()))):
-            return Refreshed(*self._solver(objective, old, noise), note) if old.blocks else Refreshed(None, old, note)
+        size = sum(traces(x for block in fresh.values() for x in block.tensors()))
         blocks, e = averaged(old.blocks, fresh, self.memory, old.updates + 1)
+        of_ranks = stacked(comm, torch.tensor([size, e], dtype=torch.float64, device="cpu"))
+        if not bool(of_ranks.isfinite().all()):
+            return Refreshed(*self._solver(objective, old, noise), note) if old.updates else Refreshed(None, old, note)
+        e = float(of_ranks[:, 1].min())
         age, places = 1 - (1 - old.age) * e, tuple(parameters.places)
         new = replace(old, updates=old.updates + 1, age=age, places=places, blocks=blocks)
         return Refreshed(*self._solver(objective, new, noise), note)
@@ -257,23 +291,17 @@ class Kronecker(Preconditioner):
         known = {i: [next(read) for _ in block.tensors()] for i, block in state.blocks.items()}
         total = sum(math.prod(known[i]) for i in layers)
         total += math.fsum(known[i][0] for i in state.blocks if i not in layers)
-        lam = self.damping * max(_LEAST, noise) * total / max(1, parameters.count)
+        missing = any(block.inputs_inverse is None for block in layers.values())
+        of_ranks = stacked(comm, torch.tensor([total, missing], dtype=torch.float64, device="cpu"))
+        lam = self.damping * max(_LEAST, noise) * math.fsum(of_ranks[:, 0].tolist()) / max(1, parameters.count)
         if not 0 < lam < math.inf:
             return None, state
-        own = {i for i, block in layers.items() if overlaps(i, block, parameters, comm)}
         decay = sum(parameters.decay)
         stale = state.age > _STALE or not state.damping / _CHANGED < lam < state.damping * _CHANGED
-        stale |= state.decay != decay
-        missing = any(layers[i].inputs_inverse is None for i in own)
-        if stale or float(comm.max(torch.tensor(float(missing), device="cpu"))):
-            layers |= inverted({i: layers[i] for i in own}, {i: lam + parameters.decay[i] for i in own}, known)
-            state = replace(state, age=0.0, damping=lam, decay=decay)
-        # A checkpoint has the inverses of all ranks.
-        layers = {i: block if i in own else block.without_inverses() for i, block in layers.items()}
-        state = replace(state, blocks={**state.blocks, **layers})
-        covered = len(layers) + sum(block.bias is not None for block in layers.values())
-        rest = None if covered == len(parameters.params) else _diagonal(objective, state, lam)
-        return solver(objective, layers, own, rest), state
+        if stale or state.decay != decay or bool(of_ranks[:, 1].any()):
+            layers = inverted(layers, {i: lam + parameters.decay[i] for i in layers}, known)
+            state = replace(state, age=0.0, damping=lam, decay=decay, blocks={**state.blocks, **layers})
+        return solver(objective, layers, _rest(objective, state, lam)), state
 
 
 def averaged(
@@ -297,13 +325,14 @@ def averaged(
 def _gathered(
     objective: Objective, batches: Sequence[Microbatch], old: KroneckerState, key: Sequence[int]
 ) -> tuple[dict[int, AnyBlock], str] | None:
-    """Return the blocks of these micro-batches, the same on all ranks, and a note; None without outputs."""
+    """Return this rank's blocks of all ranks' micro-batches, and a note; None without outputs."""
     comm, params = objective.comm, objective.parameters.params
     trust = objective.workspace.of(KroneckerTrust)
     trust.updates += 1
     again = due(trust.updates)
-    alone = [i for i, block in old.blocks.items() if block.alone]
-    taken = PassOverSet(objective, key, alone, () if again else trust.trusted)
+    alone = torch.tensor([float(i in old.blocks and old.blocks[i].alone) for i in range(len(params))], device="cpu")
+    refused = comm.max(alone).nonzero()[:, 0].tolist()
+    taken = PassOverSet(objective, key, refused, () if again else trust.trusted)
     while True:
         failure = defer_error(comm, lambda: taken.run(batches))
         W = added(comm, taken.weight, failure)
@@ -315,8 +344,8 @@ def _gathered(
         if float(flags[-1, 0]):
             return None
         roles = {i: ParameterRole.decoded(int(kind), int(j)) for i, (kind, j) in enumerate(flags[:-1].tolist()) if kind}
-        refused = _contradicted(taken.roles, roles)
-        several = comm.max(torch.tensor([float(i in refused) for i in range(len(params))], device="cpu"))
+        against = _contradicted(taken.roles, roles)
+        several = comm.max(torch.tensor([float(i in against) for i in range(len(params))], device="cpu"))
         if not bool(several.any()):
             break
         taken.refused |= {i for i, role in roles.items() if role.block.alone} | set(several.nonzero()[:, 0].tolist())
@@ -332,24 +361,17 @@ def _contradicted(own: ParameterRoles, agreed: ParameterRoles) -> set[int]:
 
 
 def _shared(objective: Objective, sums: dict[int, Sums], roles: ParameterRoles, W: float) -> dict[int, AnyBlock]:
-    """Return the blocks from the statistics of all ranks."""
+    """Return this rank's blocks from the statistics of all ranks."""
     comm, parameters = objective.comm, objective.parameters
-    owners = [i for i in sorted(roles) if roles[i].bias_of is None]
+    owner = owners(parameters.params, comm.ranks)
+    known = [i for i in sorted(roles, key=lambda i: (owner[i], i)) if roles[i].bias_of is None]
     if comm.ranks > 1:
-        every = {i: new_sums(i, roles, parameters) for i in owners}
-        tensors = [x for i in owners for x in every[i].tensors()]
-        mine = [x for i in owners for x in (sums.pop(i) if i in sums else every[i]).tensors()]
-        flat = torch.cat([x.reshape(-1) for x in mine])
-        del mine
-        flat = comm.all_gather(comm.reduce_scatter(flat, exact=True), len(flat))
-        for into, x in zip(tensors, torch.split(flat, [x.numel() for x in tensors]), strict=True):
-            into.copy_(x.view_as(into))
-        sums = every
+        sums = _scattered(comm, {i: sums.pop(i) if i in sums else new_sums(i, roles, parameters) for i in known}, owner)
     biases = {role.bias_of: i for i, role in roles.items() if role.bias_of is not None}
-    factored = {i: summed for i in owners if isinstance(summed := sums.get(i), FactorSums)}
-    calls = dict(zip(factored, numbers_of([summed.calls for summed in factored.values()]), strict=True))
+    factored = {i: of_block for i in known if isinstance(of_block := sums.get(i), FactorSums)}
+    calls = dict(zip(factored, numbers_of([of_block.calls for of_block in factored.values()]), strict=True))
     found: dict[int, AnyBlock | None] = {}
-    for i in owners:
+    for i in known:
         block, of_block = roles[i].block, sums.get(i)
         if isinstance(of_block, DiagonalSums):
             found[i] = DiagonalBlock.mean(of_block, W)
@@ -360,74 +382,68 @@ def _shared(objective: Objective, sums: dict[int, Sums], roles: ParameterRoles, 
     return {i: block for i, block in found.items() if block is not None}
 
 
-def solver(
-    objective: Objective, layers: Mapping[int, FactoredBlock], own: Collection[int], diagonal: Tensor | None
-) -> Solve:
+def _scattered(comm: Comm, sums: dict[int, Sums], owner: Sequence[int]) -> dict[int, Sums]:
+    """Return the sums over ranks of this rank's blocks; the argument, in the order of owners, is emptied."""
+    numbers = [0] * comm.ranks
+    for i, of_block in sums.items():
+        numbers[owner[i]] += sum(x.numel() for x in of_block.tensors())
+    own = {i: of_block for i, of_block in sums.items() if owner[i] == comm.rank}
+    flat = torch.cat([x.reshape(-1) for of_block in sums.values() for x in of_block.tensors()])
+    sums.clear()
+    flat = comm.reduce_scatter(flat, exact=True, sizes=numbers)
+    tensors = [x for of_block in own.values() for x in of_block.tensors()]
+    for into, x in zip(tensors, torch.split(flat, [x.numel() for x in tensors]), strict=True):
+        into.copy_(x.view_as(into))
+    return own
+
+
+def solver(objective: Objective, layers: Mapping[int, FactoredBlock], rest: Mapping[int, Tensor]) -> Solve:
     """Return w [P_local] → D⁻¹w [P_local].
 
     Args:
         objective: the objective that gives the layout of vectors.
-        layers: blocks of layers.
-        own: indices of the blocks with inverses, which overlap this rank's part.
-        diagonal: D⁻¹ of all other parameters [P_local], whose entries for layers are ignored; None without others.
+        layers: this rank's layers, with inverses.
+        rest: D⁻¹ of this rank's other parameters, which broadcasts.
     """
     parameters, comm = objective.parameters, objective.comm
-    starts, (start, stop) = offsets(parameters), part(parameters, comm)
-
-    def write(out: Tensor, i: int, x: Tensor) -> None:
-        first, last = max(start, starts[i]), min(stop, starts[i + 1])
-        if first < last:
-            out[first - start : last - start] = x.reshape(-1)[first - starts[i] : last - starts[i]]
 
     def apply(w: Tensor) -> Tensor:
-        out = torch.zeros_like(w) if diagonal is None else w * diagonal
-        whole = comm.all_gather(w, parameters.numel) if layers else w
-        for i in own:
-            block = layers[i]
+        whole = comm.all_gather(w, parameters.numel)
+        solved = torch.zeros_like(whole)
+        given, found = torch.split(whole, parameters.sizes), torch.split(solved, parameters.sizes)
+        for i, inverse in rest.items():
+            torch.mul(given[i], inverse, out=found[i])
+        for i, block in layers.items():
             j = block.bias
-            b = None if j is None else whole[starts[j] : starts[j + 1]]
-            X, x = block.solved(whole[starts[i] : starts[i + 1]], b)
-            write(out, i, X)
+            X, x = block.solved(given[i], None if j is None else given[j])
+            found[i].copy_(X.reshape(-1))
             if j is not None and x is not None:
-                write(out, j, x)
-        return out
+                found[j].copy_(x)
+        return comm.reduce_scatter(solved, exact=True)
 
     return apply
 
 
-def _diagonal(objective: Objective, state: KroneckerState, lam: float) -> Tensor:
-    """Return 1 / (diagonal + λ + c), this rank's part [P_local]; its entries for layers are ignored."""
-    parameters = objective.parameters
-    D = parameters.zeros()
-    for i, (into, c) in enumerate(zip(parameters.views(D), parameters.decay, strict=True)):
-        into.fill_(lam + c)
-        if isinstance(block := state.blocks.get(i), DiagonalBlock):
-            into.add_(block.diagonal.view_as(into))
-    return objective.comm.shard(D.reciprocal_())
+def _rest(objective: Objective, state: KroneckerState, lam: float) -> dict[int, Tensor]:
+    """Return 1 / (diagonal + λ + c) of this rank's parameters outside of layers; without a block, 1 / (λ + c)."""
+    parameters, comm = objective.parameters, objective.comm
+    indices = range(len(parameters.params))
+    biases = {block.bias for block in state.blocks.values() if isinstance(block, FactoredBlock)}
+    blocks = comm.max(torch.tensor([2.0 * (i in biases) or float(i in state.blocks) for i in indices], device="cpu"))
+    rest = {}
+    for i, owner in enumerate(owners(parameters.params, comm.ranks)):
+        block = state.blocks.get(i)
+        D = torch.tensor(lam + parameters.decay[i], dtype=parameters.dtype, device=parameters.device)
+        if isinstance(block, DiagonalBlock) and blocks[i] < 2:
+            rest[i] = (D + block.diagonal).reciprocal_()
+        elif owner == comm.rank and not blocks[i]:
+            rest[i] = D.reciprocal()
+    return rest
 
 
-def offsets(parameters: ParameterVector) -> list[int]:
-    """Return the start of each parameter in a vector [P], and the end of the last."""
-    return [0, *itertools.accumulate(parameters.sizes)]
-
-
-def part(parameters: ParameterVector, comm: Comm) -> tuple[int, int]:
-    """Return the start and end of this rank's part, with its padding beyond P.
-
-    Raises:
-        ValueError: parameters are spread over a mesh.
-    """
-    bounds = comm.bounds(parameters.numel)
-    if bounds is None:
+def _refuse_mesh(parameters: ParameterVector, comm: Comm) -> None:
+    if comm.bounds(parameters.numel) is None:
         raise ValueError(
             "preconditioner='kronecker' cannot be used with parameters on a mesh (DTensor): no rank has a whole layer. "
             "Use preconditioner='fisher', or plain parameters with process_group=..., where every rank has a copy."
         )
-    return bounds
-
-
-def overlaps(i: int, block: FactoredBlock, parameters: ParameterVector, comm: Comm) -> bool:
-    """Whether a layer overlaps this rank's part."""
-    starts, (start, stop) = offsets(parameters), part(parameters, comm)
-    indices = [i] if block.bias is None else [i, block.bias]
-    return any(max(start, starts[j]) < min(stop, starts[j + 1]) for j in indices)

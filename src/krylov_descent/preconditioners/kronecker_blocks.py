@@ -153,7 +153,7 @@ class FactoredBlock(KroneckerBlock):
         inputs: A.
         outputs: G.
         bias: the index of the bias that is the last column of V, or None.
-        inputs_inverse: (A + π√λ I)⁻¹, on ranks that use it.
+        inputs_inverse: (A + π√λ I)⁻¹, once it was used.
         outputs_inverse: (G + √λ/π I)⁻¹.
     """
 
@@ -198,10 +198,6 @@ class FactoredBlock(KroneckerBlock):
     def inverted(self: F, damping: float) -> F:
         """Return the block with inverses for λ = ``damping`` > 0."""
         return inverted({0: self}, {0: damping}, {0: traces(self.tensors())})[0]
-
-    def without_inverses(self: F) -> F:
-        """Return the block with A and G alone."""
-        return replace(self, inputs_inverse=None, outputs_inverse=None)
 
     def solved(self, W: Tensor, b: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Return D⁻¹V as the parts of the weight and of the bias, for V = [W b]."""

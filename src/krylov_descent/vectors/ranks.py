@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -11,6 +12,8 @@ from krylov_descent.distributed.comm import Comm
 from krylov_descent.distributed.process_group import gather
 from krylov_descent.distributed.sharded import is_sharded
 from krylov_descent.vectors.parameters import ParameterVector
+
+N = TypeVar("N")
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _EXACT = 1 << 52  # whole numbers below it are exact in float64
@@ -61,18 +64,20 @@ def require_plain(params: Sequence[Tensor]) -> None:
 def gathered(
     comm: Comm,
     parameters: ParameterVector,
-    iteration: int,
     vectors: Mapping[str, Tensor | None],
+    numbers: Mapping[str, N],
     factors: Mapping[str, Tensor],
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return the whole vectors [P] and the factors of all ranks, in host memory of rank 0 only. A collective.
+) -> tuple[dict[str, Tensor], dict[str, N], dict[str, Tensor]]:
+    """Return the whole vectors [P], and the numbers and factors of all ranks. A collective.
+
+    Tensors are in host memory of rank 0 only. Of what several ranks have, the first one's counts.
 
     Raises:
         ValueError: the parameters are DTensors, or the ranks are not at the same step; raised on all ranks.
     """
     require_plain(parameters.params)
     parts = {name: part for name, part in vectors.items() if part is not None}
-    said = gather(comm, (iteration, sorted(parts), sorted(factors)))
+    said = gather(comm, (numbers["iteration"], sorted(parts), sorted(factors), dict(numbers)))
     if any(other[:2] != said[0][:2] for other in said):
         raise ValueError(
             f"The ranks are at iterations {[other[0] for other in said]} and remember {[other[1] for other in said]}: "
@@ -83,12 +88,12 @@ def gathered(
         x = comm.all_gather(part, parameters.numel)
         if comm.rank == 0:
             whole[name] = x.cpu()
-    # Each rank keeps the inverses that it uses; the first rank after 0 that has one sends it.
     new = [name for name in factors if not any(name in other[2] for other in said[: comm.rank])]
-    sent = gather(comm, {name: factors[name].cpu() for name in new} if comm.rank else {})
+    sent = gather(comm, {name: factors[name].cpu() for name in new} if comm.rank else {}, onto_first=True)
+    every_number = {name: x for other in reversed(said) for name, x in other[3].items()}
     if comm.rank:
-        return {}, {}
+        return {}, every_number, {}
     every = {name: x.cpu() for name, x in factors.items()}
     for of_rank in sent:
         every |= of_rank
-    return whole, every
+    return whole, every_number, every
