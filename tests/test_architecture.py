@@ -28,7 +28,7 @@ ROOMS = {
     "krylov": "curvature distributed objective preconditioners progress report safety samples state stepping vectors",
     "run": "distributed objective progress report",
     "base": "distributed objective progress report run safety samples state stepping vectors",
-    "flow": "base curvature distributed krylov layers objective report safety samples state stepping vectors",
+    "flow": "base curvature distributed krylov layers objective report safety samples stepping vectors",
     "optimizer": "base curvature distributed krylov objective preconditioners report safety samples stepping vectors",
     "least_squares": "krylov optimizer report",
     "checkpoint": "base distributed safety state vectors",
