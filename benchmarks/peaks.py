@@ -41,7 +41,8 @@ def problem(method: str, P: int, group: Any) -> tuple[Any, Any, Any, Any]:
     from krylov_descent import Growing, Subsets
 
     model = network(method, P)
-    first, last = [p for p in model.parameters() if p.ndim == 2][:: len([*model]) // 2]
+    weights = [p for p in model.parameters() if p.ndim == 2]
+    first, last = weights[0], weights[-1]
     n = 64 if method == "DEEP" else 400  # 64 are the fewest samples of B in growing sets
     x, y = torch.randn(n, first.shape[1], dtype=first.dtype), torch.randint(len(last), (n,))
     ranks = 1 if group is None else group.size()
