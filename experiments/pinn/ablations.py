@@ -13,6 +13,7 @@ PARTS: Mapping[str, tuple[str, str, float]] = {
     "corrections": ("krylov_descent.flow.straight_steps", "_MOST", 0),  # steps are ηφ
     "later-corrections": ("krylov_descent.flow.straight_steps", "_MOST", 1),  # geodesic acceleration
     "reach": ("krylov_descent.flow.factored", "_FAR", math.inf),  # φ may be far longer than θ
+    "growth": ("krylov_descent.flow.step", "_OFTEN", 1.0),  # sketches keep their rows
     "large-rows": ("krylov_descent.flow.row_sampling", "_LARGE", math.inf),  # all rows are drawn alike
     "small-damping": ("krylov_descent.flow.step", "_LEAST", 1e-14),  # what a Gram matrix could resolve
     "short-pieces": ("krylov_descent.flow.step", "_LONGEST", 1.0),

@@ -26,6 +26,8 @@ class Carried:
     step_fraction: float
     momentum_scale: float
     lm_damping: float
+    failure_rate: float = 0.0
+    rows: float = 0.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,6 +65,7 @@ class DenseFlow:
     Args:
         params: θ.
         closure: → f without decay, and r.
+        rows: m that is asked for.
         momentum: μ.
         decay: c of each parameter.
         corrected: the most corrections of a step.
@@ -77,6 +80,7 @@ class DenseFlow:
         self,
         params: Sequence[Tensor],
         closure: Closure,
+        rows: int = 400,
         momentum: float = 0.9,
         decay: Sequence[float] | None = None,
         corrected: int = 5,
@@ -84,6 +88,7 @@ class DenseFlow:
         self.params, self.closure, self.momentum, self.corrected = list(params), closure, momentum, corrected
         each = [0.0] * len(self.params) if decay is None else decay
         self.c = torch.cat([p.new_full((p.numel(),), c) for p, c in zip(self.params, each, strict=True)])
+        self.first_rows, self.most_rows = rows, max(rows, min(4 * rows, len(self.c)))
         self.last: Tensor | None = None  # the last step
         self.carried: Carried | None = None
         self.kinds: list[str] = []
@@ -137,6 +142,10 @@ class DenseFlow:
         g = self.gradient(loss) + self.c * self.theta
         return Dense(self.loss(self.theta), g, r, root, root[:, None] * J, slope / root)
 
+    def rows_wanted(self) -> int:
+        """m of the next step."""
+        return max(self.first_rows, int(self.carried.rows) if self.carried else 0)
+
     def step(self, draw: Callable[[Dense], Rows] | None = None) -> None:
         """One step with the rows that ``draw`` gives; None for all of them."""
         here, at = self.theta, self.dense()
@@ -186,6 +195,7 @@ class DenseFlow:
                 flow_damping=factor * now.flow_damping,
                 step_fraction=eta,
                 momentum_scale=max(0.0, 1 / eta - 1),
+                failure_rate=0.9 * now.failure_rate,
             )
             return self.end("flow", here, step.d, after)
         dampings = [now.lm_damping * 3.0**k for k in range(-4, 5)]
@@ -198,6 +208,7 @@ class DenseFlow:
             now,
             step_fraction=max(h / 2, 2.0**-14),
             momentum_scale=0.0,
+            failure_rate=0.9 * now.failure_rate + 0.1,
             lm_damping=dampings[i],
         )
         return self.end("damped", here, steps[i], after)
@@ -266,6 +277,8 @@ class DenseFlow:
                 lm_damping=min(max(now.lm_damping, 1e-12 * trace), 100 * trace),
                 step_fraction=length,
             )
+        if not whole and now.failure_rate > 0.25 and self.rows_wanted() < self.most_rows:
+            now = replace(now, failure_rate=0.0, rows=min(round(1.5 * self.rows_wanted()), self.most_rows))
         return now, longest
 
     def end(self, kind: str, here: Tensor, d: Tensor, after: Carried) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from krylov_descent import KSD, GaussNewtonFlow, Growing, Subsets, checkpoint
 from krylov_descent.distributed import SingleProcess
 from krylov_descent.flow.factored import new_damping
-from krylov_descent.flow.sketch import Sketcher, finite_rows
+from krylov_descent.flow.sketch import Sketcher, finite_rows, sketch_bytes
 from krylov_descent.flow.step import Adaptation, _bounded, descend_line
 from krylov_descent.krylov.search import LineEvaluator
 from krylov_descent.report import StopReason
@@ -55,11 +55,14 @@ def test_the_report_has_fraction_damping_and_rows() -> None:
     model, x = mlp(2, 8, 1), torch.randn(400, 2, dtype=F64)
     y = x.prod(1, keepdim=True) + torch.randn(400, 1, dtype=F64) / 3
     optimizer, fractions = GaussNewtonFlow(model.parameters(), rows=15), set()
+    grew: list[int] = []
     for _ in range(60):
         r = optimizer.step(lambda: ((r := model(x) - y).square().mean(), r))
         after, (fraction, damping, rows, removed, reach) = numbers_of(optimizer), r.details.values()
         assert list(r.details) == ["fraction", "damping", "rows", "removed", "reach"]
-        assert rows == 15
+        grown = max(15, after["rows"])
+        assert rows in ((15, grew[-1] if grew else 15) if r.notes else (grown,))
+        grew += [grown] if r.notes else []
         if fraction:
             assert fraction == after["step_fraction"]
             assert new_damping(damping, fraction, removed, reach) == after["flow_damping"]
@@ -68,6 +71,7 @@ def test_the_report_has_fraction_damping_and_rows() -> None:
         fractions.add(fraction)
     assert 0 in fractions
     assert len(fractions) > 2
+    assert grew == [22, 33]
     assert r.as_dict()["details"] == r.details
 
 
@@ -239,7 +243,7 @@ def test_where_nothing_improves_the_step_says_so_and_stays() -> None:
         assert report.search_loss_after == report.search_loss_before
         assert all(torch.equal(p, q) for p, q in zip(model.parameters(), here, strict=True))
     carried = numbers_of(optimizer)
-    assert len(carried) == 4
+    assert len(carried) == 6
     assert all(map(math.isfinite, carried.values()))
     assert carried["step_fraction"] >= 2.0**-14
 
@@ -290,7 +294,7 @@ def test_what_a_whole_sketch_may_is_not_carried_to_others() -> None:
 
 def test_a_state_with_other_numbers_is_refused() -> None:
     fresh = GaussNewtonFlow([nn.Parameter(torch.ones(2))])._fresh(FullBatch())
-    adaptation = Adaptation(1.0, 0.125, 0.0, 1.0)
+    adaptation = Adaptation(1.0, 0.125, 0.0, 1.0, 0.1, 30)
     known = replace(fresh, iteration=3, adaptation=adaptation, last_step=torch.ones(2))
     parts = taken_apart(known)
     again = put_together(fresh, parts)
@@ -349,6 +353,36 @@ def test_states_of_the_other_method_are_refused(tmp_path: Path) -> None:
         path = checkpoint.save(tmp_path / "run.safetensors", model, other)
         with pytest.raises(ValueError, match=f"one of '{type(other).__name__}'.* is a {type(one).__name__}"):
             checkpoint.load(path, model, one)
+
+
+def test_sketches_grow_where_the_flow_fails() -> None:
+    """Every step fails: rows grow to four times as many, and not beyond the budget or the number of parameters."""
+    torch.manual_seed(0)
+    model, x = mlp(2, 20, 1), torch.rand(200, 2, dtype=F64)
+    here = [p.detach().clone() for p in model.parameters()]
+
+    def stuck() -> tuple[Tensor, Tensor]:
+        r = model(x)[:, 0] - x[:, 0]
+        moved = not all(torch.equal(p, q) for p, q in zip(model.parameters(), here, strict=True))
+        return r.square().mean() + 1e3 * moved, r
+
+    def rows(steps: int, **settings: Any) -> list[int]:
+        optimizer = GaussNewtonFlow(model.parameters(), rows=20, **settings)
+        found = [0]
+        for _ in range(steps):
+            report = optimizer.step(stuck)
+            found.append(numbers_of(optimizer)["rows"])
+            assert any(f"sketches have {found[-1]}" in note for note in report.notes) == (found[-1] > found[-2])
+        return found
+
+    free = rows(30)
+    assert free[:3] == [0, 0, 0]
+    assert sorted(set(free)) == [0, 30, 45, 68, 80]
+    numel = sum(p.numel() for p in model.parameters())
+    assert max(rows(30, memory_budget=sketch_bytes(50, numel, F64))) == 50
+    model, here = mlp(2, 6, 1), []  # 25 parameters
+    here += [p.detach().clone() for p in model.parameters()]
+    assert max(rows(30)) == 25
 
 
 def test_rows_that_are_not_finite_are_left_out() -> None:

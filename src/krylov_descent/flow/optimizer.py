@@ -49,8 +49,9 @@ class GaussNewtonFlow(CurvatureOptimizer):
     Args:
         params: parameters or parameter groups; a group may have its own ``weight_decay``. Frozen parameters
             (``requires_grad=False``) are left alone. The groups' ``lr`` is inert, for trainers that read it.
-        rows: m, the number of Jacobian rows in the sketch. A step costs O(m²n + m³) time and about 2.5 m·n
-            numbers of memory; fewer rows capture less curvature.
+        rows: m, the initial number of Jacobian rows in the sketch. A step costs O(m²n + m³) time and about 2.5 m·n
+            numbers of memory; fewer rows capture less curvature. If the direction fails too often, m grows, up to four
+            times and within ``memory_budget`` (1 GiB if there is none).
         momentum: μ, the fraction of the last direction that is kept where the sampled rows carry no information.
         weight_decay: c of ½·c·‖θ‖² in value, gradient and curvature alike, per group.
         rollback: with sets, undo a step that raised the loss on A.

@@ -13,6 +13,8 @@ A step samples Jacobian rows on B and tries these candidates in turn, judged by 
 - Damped (Levenberg–Marquardt) steps −(JᵀJ + λ)⁻¹g for a grid of λ, if the flow fails: they use the whole gradient, so
   that enough damping always descends. If none of them does, the next step begins with the largest λ.
 
+If the flow fails often, its rows say too little of the others: m grows.
+
 λ of the flow follows η and the share of ρ that φ removes: it grows while only short steps lower the loss, and shrinks
 if long ones do or if residuals are left behind. It also grows while φ is far longer than θ. η is at most a half; with a
 sketch of all rows it may be larger.
@@ -36,7 +38,7 @@ from krylov_descent.flow.factored import (
     within_reach,
 )
 from krylov_descent.flow.row_sampling import TappedGraph
-from krylov_descent.flow.sketch import Sketcher, finite_rows
+from krylov_descent.flow.sketch import Sketcher, finite_rows, sketch_bytes
 from krylov_descent.flow.straight_steps import StraightSteps
 from krylov_descent.krylov.search import LineEvaluator
 from krylov_descent.objective.objective import Objective
@@ -53,6 +55,9 @@ _LONGEST = 0.5  # bound of η
 _LONGEST_WHOLE, _LEAST_WHOLE = 2.0, 1e-14  # with all rows in the sketch: bounds of η and λ
 _ROUNDING = 100.0  # relative rounding of J, in units of eps: λ is at least its square
 _LENGTHS = 5  # most halvings and doublings of the last fraction that are tried
+_LATELY, _OFTEN = 0.1, 0.25  # weight of a step in the rate of failures of the flow, and the rate above which m grows
+_GROWTH, _MOST_ROWS = 1.5, 4  # factors of m: at a time, and in all
+_ROOM = 2**30  # bytes that a sketch may grow to without a budget; a constant, so that runs do not depend on free memory
 _DAMPED, _RATIO = 9, 3.0  # damped steps: the number of λ, and the factor between them
 _FIRST_DAMPED, _LEAST_DAMPED, _MOST_DAMPED = 1e-3, 1e-12, 1e2
 
@@ -76,12 +81,16 @@ class Adaptation:
         step_fraction: η, the last fraction of φ.
         momentum_scale: 1/η − 1, which times the last step is the rest of its direction; 0 if that was no flow step.
         lm_damping: λ of the last damped step.
+        failure_rate: the running mean of steps in which the flow failed, since m last grew.
+        rows: m, if it has grown; otherwise 0.
     """
 
     flow_damping: float
     step_fraction: float
     momentum_scale: float
     lm_damping: float
+    failure_rate: float = 0.0
+    rows: int = 0
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -163,14 +172,17 @@ class Flow:
     def __init__(self, at: GradientPass, settings: FlowSettings, state: FlowState) -> None:
         objective, comm, known = at.objective, at.objective.comm, state.adaptation
         self._at, self._objective = at, objective
-        drawn = Sketcher(settings.rows).draw(objective, at.b, (at.key.seed, at.key.iteration), at.gathered)
+        most = most_rows(settings.rows, settings.memory_budget, objective)
+        rows = min(max(settings.rows, known.rows if known else 0), most)
+        drawn = Sketcher(rows).draw(objective, at.b, (at.key.seed, at.key.iteration), at.gathered)
         at.gathered = None
         self._sketch = finite_rows(drawn, comm)
         self._factored = Factored(self._sketch.J, comm)
         whole = self._sketch.whole
         longest, least = (_LONGEST_WHOLE, _LEAST_WHOLE) if whole else (_LONGEST, _LEAST)
         least = max(least, (_ROUNDING * torch.finfo(self._sketch.J.dtype).eps) ** 2)
-        adaptation = self.adaptation = _bounded(self._factored.trace, longest, least, known)
+        adaptation = _bounded(self._factored.trace, longest, least, known)
+        self.adaptation, note = (adaptation, "") if whole else _grown(adaptation, rows, most)
         self.details = {"fraction": 0.0, "damping": adaptation.flow_damping, "rows": float(len(self._sketch.J))}
         self._longest = longest
         last, scale, theta = at.last_step, adaptation.momentum_scale * settings.momentum, objective.point()
@@ -181,7 +193,7 @@ class Flow:
         self.details["removed"] = removed(self._factored, self._sketch.rho, self.phi)
         self._length = length(self.phi, comm)
         self.details["reach"] = self._length / max(of_theta, 1e-300)
-        at.notes += filter(None, [drawn.note, "" if len(self._sketch.J) == len(drawn.J) else _NOT_FINITE])
+        at.notes += filter(None, [drawn.note or note, "" if len(self._sketch.J) == len(drawn.J) else _NOT_FINITE])
 
     def _direction(self, carried: Tensor | None, theta: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         """Return φ and e → −(JᵀJ + λ + c)⁻¹Jᵀe, with the decay as curvature c and residual cθ.
@@ -240,9 +252,12 @@ class Flow:
             eta = details["fraction"] = step.fraction
             damping = new_damping(known.flow_damping, eta, details["removed"], details["reach"])
             scale = max(0.0, 1 / eta - 1)  # (1 − η)φ is left
-            then = replace(known, flow_damping=damping, step_fraction=eta, momentum_scale=scale)
+            rate = (1 - _LATELY) * known.failure_rate
+            then = replace(known, flow_damping=damping, step_fraction=eta, momentum_scale=scale, failure_rate=rate)
             return taken(step.d, step.loss), then
-        lost = replace(known, step_fraction=max(known.step_fraction / 2, _SHORTEST), momentum_scale=0.0)
+        rate = known.failure_rate + _LATELY * (1 - known.failure_rate)
+        shorter = max(known.step_fraction / 2, _SHORTEST)
+        lost = replace(known, step_fraction=shorter, momentum_scale=0.0, failure_rate=rate)
         i, lowest, d = descend_line(tuple(self._damped_steps()), _DAMPED // 2, value)
         if lowest < before:
             return taken(d, lowest), replace(lost, lm_damping=self._dampings[i])
@@ -301,6 +316,24 @@ def _bounded(trace: float, longest: float, least: float, known: Adaptation | Non
     halvings = max(0, math.ceil(math.log2(known.step_fraction / longest)))  # fractions stay halvings of each other
     fraction = known.step_fraction / 2.0**halvings
     return replace(known, flow_damping=damping, lm_damping=damped, step_fraction=fraction)
+
+
+def most_rows(first: int, budget: int | None, objective: Objective) -> int:
+    """Return the largest number of rows that m may grow to: within the budget and the number of parameters."""
+    parameters = objective.parameters
+    taken = torch.tensor(float(sketch_bytes(1, parameters.numel, parameters.dtype)), device="cpu")
+    room = _ROOM if budget is None else budget
+    fitting = room // int(objective.comm.max(taken))  # ranks have parts of different lengths, and must agree
+    return max(first, min(_MOST_ROWS * first, fitting, parameters.count))
+
+
+def _grown(known: Adaptation, rows: int, most: int) -> tuple[Adaptation, str]:
+    """Return the adaptation, with more rows if the flow has failed often, and a note of it."""
+    if known.failure_rate <= _OFTEN or rows >= most:
+        return known, ""
+    more = min(round(_GROWTH * rows), most)
+    note = f"Many recent steps along the direction of few rows failed: sketches have {more} rows from now on."
+    return replace(known, failure_rate=0.0, rows=more), note
 
 
 def _fractions(fraction: float, longest: float) -> list[float]:
