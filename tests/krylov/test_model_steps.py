@@ -23,7 +23,8 @@ def test_the_loss_of_a_step_without_a_search_is_that_of_the_point_it_leads_to(dt
     assert last.inner_evaluations == 2  # before and after, on C
 
 
-def test_the_model_has_the_slope_of_A_and_the_curvature_of_B() -> None:
+def test_the_model_has_the_slope_of_C_and_the_curvature_of_B() -> None:
+    """Along the gradient on A; B and C are the same samples, outside of A."""
     x, y = regression(400, 0.5)
     model = nn.Linear(12, 2).double()
     before, sets = theta(model), Growing((x, y), batch_size=400, start=200, seed=0)
@@ -31,12 +32,14 @@ def test_the_model_has_the_slope_of_A_and_the_curvature_of_B() -> None:
     assert report.stop_reason is StopReason.MODEL
     assert report.set_sizes == {"A": 200, "B": 64, "C": 64}
     draw = sets.draw(0, krylov_dim=1)
-    ((a, target),), ((b, _),) = [batch.data for batch in draw.a], [batch.data for batch in draw.b]
+    ((a, target),), ((b, of_b),) = [batch.data for batch in draw.a], [batch.data for batch in draw.b]
     W = before[:24].view(2, 12)
-    r = a @ W.T + before[24:] - target
-    g = 2 * torch.cat([(r.T @ a).reshape(-1), r.sum(0)]) / r.numel()
+    g, of_c = (
+        2 * torch.cat([(r.T @ x).reshape(-1), r.sum(0)]) / r.numel()
+        for x, r in ((x, x @ W.T + before[24:] - y) for x, y in ((a, target), (b, of_b)))
+    )
     Jg = b @ g[:24].view(2, 12).T + g[24:]
-    step = -(g @ g) / (2 * Jg.square().sum() / Jg.numel()) * g
+    step = -(g @ of_c) / (2 * Jg.square().sum() / Jg.numel()) * g
     torch.testing.assert_close(theta(model) - before, step)
 
 

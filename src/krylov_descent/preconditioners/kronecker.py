@@ -433,7 +433,7 @@ def _rest(objective: Objective, state: KroneckerState, lam: float) -> dict[int, 
     rest = {}
     for i, owner in enumerate(owners(parameters.params, comm.ranks)):
         block = state.blocks.get(i)
-        D = torch.tensor(lam + parameters.decay[i], dtype=parameters.dtype, device=parameters.device)
+        D = parameters.local[i].detach().new_full((), lam + parameters.decay[i], dtype=parameters.dtype)
         if isinstance(block, DiagonalBlock) and blocks[i] < 2:
             rest[i] = (D + block.diagonal).reciprocal_()
         elif owner == comm.rank and not blocks[i]:
