@@ -67,6 +67,12 @@ def numbers(training: Training, steps: int) -> list[dict[str, Any]]:
     return found
 
 
+def agree(found: list[dict[str, Any]], expected: list[dict[str, Any]], *, exact: bool) -> bool:
+    """Whether the numbers of steps are the same, or else their losses to rounding."""
+    losses = ([report["loss"] for report in reports] for reports in (found, expected))
+    return found == expected if exact else next(losses) == pytest.approx(next(losses), rel=1e-9)
+
+
 def digest(model: nn.Module) -> str:
     """A digest of the parameters and buffers, to the bit."""
     values = [x.detach().cpu().reshape(-1).view(torch.uint8).numpy() for x in model.state_dict().values()]

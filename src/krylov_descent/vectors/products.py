@@ -18,6 +18,8 @@ def numbers_of(xs: Sequence[Tensor]) -> list[float]:
         >>> numbers_of([torch.tensor(1.5), torch.tensor(True), torch.tensor(2.0, dtype=torch.float64)])
         [1.5, 1.0, 2.0]
     """
+    if len({x.device for x in xs}) > 1:  # a closure may compute its loss elsewhere
+        return [float(x) for x in xs]
     return torch.stack([*xs]).tolist() if xs else []  # in the widest of their dtypes
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from krylov_descent.distributed import Comm
 from krylov_descent.distributed.sharded import local_part
+from krylov_descent.vectors.float64 import wide
 from krylov_descent.vectors.parameters import ParameterVector
 
 
@@ -45,7 +46,7 @@ class WeightedSum:
 
     def dot(self, x: Tensor, comm: Comm) -> Tensor:
         """Return the sum's inner product with a vector [P], float64, a term for ``comm.total``."""
-        return self._unit * comm.dot(self._total, x).double() if self._unit else x.new_zeros((), dtype=torch.float64)
+        return self._unit * wide(comm.dot(self._total, x)) if self._unit else wide(x.new_zeros(()))
 
     def times(self, scale: float) -> Tensor:
         """Return the sum times ``scale``; this object must not be used afterwards."""
