@@ -15,10 +15,10 @@ def test_the_loss_of_a_step_without_a_search_is_that_of_the_point_it_leads_to(dt
     data = regression(300, 0.1, dtype)
     model = network(dtype)
     optimizer, sets = KSD(model.parameters(), **DEEP), Growing(data, batch_size=300, start=60, seed=0)
-    for report in steps(model, optimizer, sets, 10):
+    for report in steps(model, optimizer, sets, 5):
         last = report
     assert last.stop_reason is StopReason.MODEL
-    (batch,) = sets.draw(9, krylov_dim=1).c
+    (batch,) = sets.draw(4, krylov_dim=1).c
     assert closure_of(model)(batch.data)[0].item() == last.search_loss_after
     assert last.inner_evaluations == 2  # before and after, on C
 

@@ -77,12 +77,12 @@ def test_sets_are_fresh_at_each_step_and_the_same_for_the_same_step() -> None:
     assert draw.a is draw.a
 
 
-@pytest.mark.parametrize(("start", "outside"), [(100, True), (888, True), (889, False), (1000, False)])
-def test_other_samples_judge_a_step_as_long_as_there_are_any(start: int, outside: bool) -> None:
+@pytest.mark.parametrize(("start", "outside"), [(100, True), (941, True), (942, False), (1000, False)])
+def test_half_of_the_samples_that_judge_a_step_are_others_as_long_as_there_are_any(start: int, outside: bool) -> None:
     draw = Growing(torch.arange(1000), batch_size=64, start=start, seed=0).draw(3, krylov_dim=1)
     a, c = (set(torch.cat([b.data for b in each]).tolist()) for each in (draw.a, draw.c))
     assert draw.holds_out is outside
-    assert not a & c if outside else c < a
+    assert len(c - a) == (len(c) + 1) // 2 if outside else c < a
     assert [b.data.tolist() for b in draw.statistics] == [b.data.tolist() for b in draw.b]
 
 
@@ -143,7 +143,8 @@ def test_a_model_that_promised_too_much_gets_more_samples(growth: int, size: int
     # The preconditioner averages over steps: its statistics take no more samples for that.
     assert sum(batch.samples or 0 for batch in draw.statistics) == 64
     assert sum(batch.samples or 0 for batch in later.statistics) == -(-2531 // 8)
-    assert draw.statistics[0].data.tolist() == draw.b[0].data.tolist()[:64]
+    statistics, b = (set(torch.cat([batch.data for batch in each]).tolist()) for each in (draw.statistics, draw.b))
+    assert statistics <= b
 
 
 def cube(w: nn.Parameter) -> Callable[[Any], tuple[Tensor, Tensor]]:

@@ -13,10 +13,13 @@ samples give a direction about twice as good, so that larger sets cost nothing p
 steps. Above one half they would cost more, unless they soon hold all samples, where noise ends. (At the minimum of a
 sum of squares every step undoes the noise of the last, and the ratio is one half for any size.)
 
-B and C are outside of A, as long as there are samples: the length of a step and its acceptance are judged on samples
-that it was not made from. The quadratic model has the slope of C, and is tested on C. If the loss on C falls by less
-than half of the prediction, its curvature differs from the model's: twice the samples help. (Curvature that B and C
-share is not tested.)
+Half of B and of C is outside of A, as long as there are samples, and the quadratic model has the slope of C. On
+samples of A alone the step would be too long, as it is made from their gradients; on others alone too short: the
+length that is best for one step is set by noise along directions of large curvature, which later steps remove, and
+those of little curvature need longer steps (Wu et al. 2018).
+
+The model is tested on C. If the loss there falls by less than half of the prediction, its curvature differs from the
+model's: twice the samples help. (Curvature that B and C share is not tested.)
 """
 
 from __future__ import annotations
@@ -183,13 +186,13 @@ _MOST_SAMPLES = 512  # largest size of B: averages over steps, and few direction
 
 
 class Growing(Subsets):
-    """Draws a fresh set A at every step, with B and C outside of it; sets begin small and grow with noise.
+    """Draws a fresh set A at every step, with half of B and C outside of it; sets begin small and grow with noise.
 
     It is meant for deep networks and much data, with ``KSD(model.parameters(), **DEEP)``. A step found on few samples
     partly overfits them, which the next step's samples reveal. If these confirm on average less than half of a step
     (the threshold rises to all of it as A approaches all samples), the sets grow by half, or more where they confirm
-    little, up to all samples. B and C, an eighth of A but at least 64 samples, are other samples than A's as long as
-    there are any. They are doubled, up to 512, when the loss on C falls by less than half of the quadratic model's
+    little, up to all samples. B and C are an eighth of A but at least 64 samples, half of them other samples than A's.
+    They are doubled, up to 512, when the loss on C falls by less than half of the quadratic model's
     prediction. There is no schedule to set. ``report.set_sizes`` has the sizes, ``report.notes`` the
     reasons for changes. The sets depend on ``seed``, the iteration and the numbers of growths and doublings, which the
     optimizer remembers.
@@ -311,11 +314,15 @@ class Growing(Subsets):
             of_shards=of_shards,
             key=(self._seed, iteration),
         )
+        def around(k: int) -> SampleSet:
+            """Cut k samples, half of them of A, or all if no others are left."""
+            first = size - k // 2
+            return cut(first, first + k) if first + k <= n else cut(0, k)
+
         usual = min(size, max(_LEAST, -(-size // _PART)))
         doubled = min(size, _MOST_SAMPLES, _LEAST << min(model_growth, 8))
-        first = size if size + max(usual, doubled) <= n else 0
-        c = cut(first, first + max(usual, doubled))
-        b = c if c.size <= _MOST_SAMPLES else cut(first, first + _MOST_SAMPLES)
+        c = around(max(usual, doubled))
+        b = c if c.size <= _MOST_SAMPLES else around(_MOST_SAMPLES)
         # The preconditioner averages over steps, and needs no doublings.
-        statistics = cut(first, first + usual) if usual < b.size else b
+        statistics = around(usual) if usual < b.size else b
         return Draw(self._source, cut(0, size), b, c, statistics=statistics, grows=True)

@@ -113,7 +113,7 @@ class StepSets(Protocol):
 
     @property
     def holds_out(self) -> bool:
-        """Whether B and C are outside of A, so that they judge steps that A's samples make."""
+        """Whether C has samples outside of A, so that it judges steps that A's samples make."""
         ...
 
     @property

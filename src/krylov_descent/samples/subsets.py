@@ -310,8 +310,8 @@ class Draw:
 
     @property
     def holds_out(self) -> bool:
-        """Whether B and C are outside of A, so that they judge steps that A's samples make."""
-        return self._c.start >= self._a.stop
+        """Whether C has samples outside of A, so that it judges steps that A's samples make."""
+        return self._c.stop > self._a.stop
 
     @property
     def a(self) -> Iterable[Microbatch]:
