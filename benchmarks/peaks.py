@@ -60,7 +60,7 @@ def problem(method: str, P: int, group: Any) -> tuple[Any, Any, Any, Any]:
         return optimizer, closure, sets, (x[: 64 // ranks], y[: 64 // ranks])
     if method == "KSD":
         return optimizer, closure, Subsets((x, y), batch_size=20, seed=0), (x[: 20 // ranks], y[: 20 // ranks])
-    return optimizer, closure, Subsets((x, y), batch_size=10, fraction=0.25, seed=0), (x[:10], y[:10])
+    return optimizer, closure, Subsets((x, y), batch_size=10, fraction=0.5, seed=0), (x[:10], y[:10])
 
 
 def optimizer_of(method: str, params: list[Tensor], group: Any) -> Any:
