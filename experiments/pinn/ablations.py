@@ -16,20 +16,12 @@ PARTS: Mapping[str, tuple[str, str, float]] = {
     "growth": ("krylov_descent.flow.step", "_OFTEN", 1.0),  # sketches keep their rows
     "large-rows": ("krylov_descent.flow.row_sampling", "_LARGE", math.inf),  # all rows are drawn alike
     "small-damping": ("krylov_descent.flow.step", "_LEAST", 1e-14),  # what a Gram matrix could resolve
-    "short-pieces": ("krylov_descent.flow.step", "_LONGEST", 1.0),
-    "longer-pieces": ("krylov_descent.flow.step", "_LONGEST", 0.125),
     "share": ("krylov_descent.flow.factored", "_ENOUGH", -math.inf),  # λ by the length of steps alone
-}
-
-#: Other values of such constants, in the same form.
-VALUES: Mapping[str, tuple[str, str, float]] = {
-    f"pieces-to-{longest}": ("krylov_descent.flow.step", "_LONGEST", longest) for longest in (0.25, 0.5)
 }
 
 #: Label → what of a run is not as usual, fields of ``RunConfig``; the last two labels are those that ``run`` gives.
 CHANGES: Mapping[str, Mapping[str, Any]] = {
     **{f"without-{part}": {"settings": {"without": part}} for part in PARTS},
-    **{value: {"settings": {"without": value}} for value in VALUES},
     "without-momentum": {"settings": {"momentum": 0.0}},
     **{f"rows-{m}": {"settings": {"rows": m}} for m in (100, 200, 800, 1600)},
     "ksd-rational-resample10": {"resample": 10},
@@ -44,9 +36,9 @@ def without(part: str) -> Iterator[None]:
     Raises:
         ValueError: there is no such part.
     """
-    if part not in PARTS and part not in VALUES:
+    if part not in PARTS:
         raise ValueError(f"The flow has no part {part!r} to be taken away; it has {', '.join(PARTS)}.")
-    name, constants, value = {**PARTS, **VALUES}[part]
+    name, constants, value = PARTS[part]
     module = importlib.import_module(name)
     usual = {constant: getattr(module, constant) for constant in constants.split()}
     try:

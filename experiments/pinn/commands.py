@@ -89,7 +89,7 @@ class Study(_Runs):
     """All runs of the study, the first seed of everything first; goes on where it was cut off."""
 
     problems: tyro.conf.Positional[tuple[str, ...]] = ()
-    """The nine equations unless given; others and fits are run when named: fisher, image64, deeponet, …"""
+    """The nine that nothing was chosen on unless given; others and fits are run when named: wave, image64, deeponet, …"""
     methods: tuple[str, ...] = ()
     """All unless given."""
     seeds: int = 3
@@ -104,7 +104,7 @@ class Ablate(_Runs):
     """Runs of the Gauss–Newton flow that lacks a part, or is changed in one thing; `pinn table` compares them."""
 
     problems: tyro.conf.Positional[tuple[str, ...]] = ()
-    """All equations unless given."""
+    """Those that constants are chosen on unless given."""
     changes: tuple[str, ...] = ()
     """without-corrections, without-momentum, …, rows-100, …; each of all in turn unless given."""
     seeds: int = 1

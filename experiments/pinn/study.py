@@ -15,7 +15,7 @@ from typing import Any
 from experiments.common.records import read_run
 from experiments.common.study import Planned, end, named, options, product, read_tuned, run_missing, write_tuned
 from experiments.pinn.ablations import CHANGES
-from experiments.pinn.problems import PROBLEMS
+from experiments.pinn.problems import CHOOSING, SHOWN
 from experiments.pinn.records import FOLDER, geometric_mean
 from experiments.pinn.rivals import GRIDS, METHODS
 from experiments.pinn.run import RunConfig, checked
@@ -32,7 +32,7 @@ _USUAL = "3x32"
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What of the study is to be run: all equations and methods unless named; fits only if named."""
+    """What of the study is to be run, unless named: all methods, and the equations of the study or of ablations."""
 
     problems: Sequence[str] = ()
     methods: Sequence[str] = ()
@@ -51,7 +51,7 @@ def study(plan: Plan, results: Path, jobs: int) -> None:
         RunConfig(problem, method, settings(method, network), plan.seconds, seed, network)
         for seed in range(plan.seeds)
         for network in plan.networks
-        for problem in plan.problems or PROBLEMS
+        for problem in plan.problems or SHOWN
         for method in plan.methods or METHODS
     ]
     end(_run(configs, results, jobs))
@@ -71,7 +71,7 @@ def ablate(plan: Plan, changes: Sequence[str], results: Path, jobs: int) -> None
         )
         for seed in range(plan.seeds)
         for network in plan.networks
-        for problem in plan.problems or PROBLEMS
+        for problem in plan.problems or CHOOSING
         for change in named("change", changes, CHANGES)
     ]
     end(_run(configs, results, jobs))

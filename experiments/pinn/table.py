@@ -1,7 +1,7 @@
 """Tables of the PINN study as Markdown. Nothing here trains.
 
 There is one table of errors for each network, budget and kind of problem: the equations that nothing was chosen on,
-the nine equations, and the fits, which have no mean, since their errors have nothing in common. The other tables cover
+those that tuning uses, and the fits, which have no mean, since their errors have nothing in common. The other tables cover
 all of these comparisons. A run that diverged counts with its last finite point.
 """
 
@@ -16,7 +16,7 @@ from experiments.common.records import Quantity, Run, ordered
 from experiments.common.table import NONE, all_settings, lowest, seeds
 from experiments.pinn.ablations import CHANGES
 from experiments.pinn.fits import FITS
-from experiments.pinn.problems import PROBLEMS, SHOWN
+from experiments.pinn.problems import CHOOSING, PROBLEMS, SHOWN
 from experiments.pinn.records import BEYOND, Group, compared, geometric_mean, middle, only, read_groups
 from experiments.pinn.style import BASE, NAMES
 
@@ -188,12 +188,10 @@ def _until(run: Run, seconds: float) -> Run:
 
 
 def _losses(groups: _Groups) -> list[str]:
-    """Return losses of the base on the nine equations."""
-    having = {
-        name: group for name, group in groups.items() if BASE in group.columns and set(group.runs) <= set(PROBLEMS)
-    }
+    """Return losses of the base on equations."""
+    having = {name: group for name, group in groups.items() if BASE in group.columns and _equations(group)}
     rows = []
-    for problem in ordered((problem for group in having.values() for problem in group.runs), list(PROBLEMS)):
+    for problem in ordered((problem for group in having.values() for problem in group.runs), (*SHOWN, *PROBLEMS)):
         found = [group.runs.get(problem, {}).get(BASE, ()) for group in having.values()]
         both = [[short(middle(runs, name)) for name in _LOSSES if runs] for runs in found]
         rows.append([problem, *(" / ".join(pair) or NONE for pair in both)])
@@ -203,9 +201,9 @@ def _losses(groups: _Groups) -> list[str]:
 
 def _changes(results: Path) -> list[str]:
     """Return ratios of errors of the flow changed in one thing to the errors without the change, seed by seed."""
-    groups = read_groups(results, tuple(PROBLEMS), [], (BASE, *CHANGES), required=False)
+    groups = read_groups(results, CHOOSING, [], (BASE, *CHANGES), required=False)
     changed = [(group, column) for group in groups for column in group.columns if column != BASE]
-    problems = [name for name in PROBLEMS if any(column in group.runs.get(name, ()) for group, column in changed)]
+    problems = [name for name in CHOOSING if any(column in group.runs.get(name, ()) for group, column in changed)]
     rows = []
     for group, column in changed:
         cells = []
