@@ -89,7 +89,7 @@ class Study(_Runs):
     """All runs of the study, the first seed of everything first; goes on where it was cut off."""
 
     problems: tyro.conf.Positional[tuple[str, ...]] = ()
-    """The nine that nothing was chosen on unless given; others and fits are run when named: wave, image64, deeponet, …"""
+    """Those that nothing was chosen on unless given; others and fits when named: wave, image64, deeponet, …"""
     methods: tuple[str, ...] = ()
     """All unless given."""
     seeds: int = 3

@@ -23,7 +23,7 @@ _README = ("reaction-diffusion", "burgers01", "helmholtz-fourier")
 
 
 def figures(results: Path, out: Path) -> list[Path]:
-    """Draw ``readme`` and ``pinn``, light and dark, and of longer runs ``pinn-error-<network>-<seconds>s``.
+    """Draw ``readme`` and ``pinn``, light and dark.
 
     Raises:
         ValueError: there are no runs.
@@ -34,9 +34,6 @@ def figures(results: Path, out: Path) -> list[Path]:
             four = [name for name in LINES if name != "soap"]
             paths += draw(functools.partial(_error, group, _README, four), out / "readme", dark=True)
             paths += draw(functools.partial(_error, group, SHOWN, list(LINES)), out / "pinn", dark=True)
-        elif group.seconds > _FIRST[1]:
-            stem = out / f"pinn-error-{group.network}-{group.seconds:g}s"
-            paths += draw(functools.partial(_error, group, SHOWN, list(LINES)), stem)
     return paths
 
 

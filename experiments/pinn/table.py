@@ -1,8 +1,8 @@
 """Tables of the PINN study as Markdown. Nothing here trains.
 
 There is one table of errors for each network, budget and kind of problem: the equations that nothing was chosen on,
-those that tuning uses, and the fits, which have no mean, since their errors have nothing in common. The other tables cover
-all of these comparisons. A run that diverged counts with its last finite point.
+those that tuning uses, and the fits, which have no mean, since their errors have nothing in common. The other tables
+cover all of these comparisons. A run that diverged counts with its last finite point.
 """
 
 from __future__ import annotations

@@ -314,6 +314,7 @@ class Growing(Subsets):
             of_shards=of_shards,
             key=(self._seed, iteration),
         )
+
         def around(k: int) -> SampleSet:
             """Cut k samples, half of them of A, or all if no others are left."""
             first = size - k // 2
