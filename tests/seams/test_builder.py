@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from krylov_descent import KSD
 from krylov_descent.curvature import CurvatureProduct, GaussNewtonGraph
-from krylov_descent.krylov.orthonormal_basis import Subspace, spanned_basis
+from krylov_descent.krylov.orthonormal_basis import Subspace, shortest_basis
 from krylov_descent.krylov.subspace import BasisBuffer, SubspaceBuilder
 from krylov_descent.preconditioners.interface import Solve
 from krylov_descent.safety.budget import Storage
@@ -45,8 +45,10 @@ class GradientSpan(SubspaceBuilder):
         objective = at.objective
         product = CurvatureProduct(GaussNewtonGraph, objective, at.b)
         V = objective.workspace.of(BasisBuffer).rows(self.krylov_dim, at.g, Storage())
-        vectors = [solve(g) for g in (at.g, *state.gradients)]
-        return spanned_basis(product.within, vectors, V, self.krylov_dim, objective.comm)
+        before = [solve(g) for g in state.gradients]
+        subspace = shortest_basis(product.within, solve, at.g, before, V, objective.comm)
+        assert subspace is not None
+        return subspace
 
     def after(self, at: GradientPass, state: Any, d: Tensor | None) -> LastGradients:
         assert at.g is not None

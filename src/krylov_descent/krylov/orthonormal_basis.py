@@ -8,7 +8,7 @@ inner products over the ranks. The functions take callables and are independent 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -142,28 +142,6 @@ def shortest_basis(
         return None
     basis.H[: V.m, : V.m] = (H + H.T) / 2
     return basis.subspace(1)
-
-
-def spanned_basis(
-    curvature: Callable[[BasisStorage], Tensor], vectors: Iterable[Tensor], V: BasisStorage, rows: int, comm: Comm
-) -> Subspace:
-    """Build an orthonormal basis of the given vectors; those that are dependent or not finite are left out.
-
-    Args:
-        curvature: V → H̄.
-        vectors: vectors [P], of which at least one is finite and not zero.
-        V: storage for ``rows`` rows; its contents are dropped.
-        rows: the largest number of rows.
-        comm: adds inner products over the ranks.
-    """
-    basis = _Basis(V, rows, comm)
-    for u in vectors:
-        if V.m < rows:
-            basis.extend(u)
-    basis.close()
-    H = curvature(V).to("cpu", torch.float64)
-    basis.H[: V.m, : V.m] = (H + H.T) / 2
-    return basis.subspace(V.m)
 
 
 _AGAIN = 32.0  # ε, the largest inner product of a new row with the others at which the second pass is left out
