@@ -27,20 +27,25 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.growth import RETURNING, exponent, peak_bytes
+from benchmarks.ranks import on_ranks
 
 CANDIDATES = 3  # what a step looks at whose length stays as it is
 N_SIZES = (1_000, 3_000, 10_000, 30_000, 100_000)
 M_SIZES = (100, 200, 400, 800, 1_600)
+RANKED_SIZES = (1_000, 10_000, 100_000)  # on two ranks
 ROWS, PARAMETERS = 400, 8_000  # of the sweeps over n and over m
 POINTS, MORE_POINTS, BOUNDARY = 1_500, 3_000, 200  # more where up to 1,600 rows are drawn
-PARTS = ("gradient", "rows", "QR of J", "QR with λ", "steps", "candidates")
+PARTS = ("gradient", "rows", "factors", "steps", "candidates")
 
 
-def poisson(n: int, points: int) -> tuple[nn.Module, Callable[[], tuple[Tensor, tuple[Tensor, Tensor]]]]:
+def poisson(
+    n: int, points: int, ranks: int = 1
+) -> tuple[nn.Module, Callable[[], tuple[Tensor, tuple[Tensor, Tensor]]]]:
     """Poisson's equation in the unit square by a tanh network of three hidden layers and about n parameters, float64.
 
-    Its residuals are inside and on the boundary; the loss is the sum of their mean squares.
+    Its residuals are inside and on the boundary; the loss is the sum of their mean squares. A rank has its share.
     """
+    points, boundary = points // ranks, BOUNDARY // ranks
     width = max(1, round((math.sqrt(36 + 8 * (n - 1)) - 6) / 4))  # n = 2w² + 6w + 1
     torch.manual_seed(0)
     layers: list[nn.Module] = []
@@ -48,8 +53,8 @@ def poisson(n: int, points: int) -> tuple[nn.Module, Callable[[], tuple[Tensor, 
         layers += [nn.Linear(inputs, width), nn.Tanh()]
     model = nn.Sequential(*layers, nn.Linear(width, 1)).double()
     inside = torch.rand(points, 2, dtype=torch.float64)
-    edge = torch.rand(BOUNDARY, 2, dtype=torch.float64)
-    edge[torch.arange(BOUNDARY), torch.arange(BOUNDARY) % 2] = (torch.arange(BOUNDARY) // 2 % 2).double()
+    edge = torch.rand(boundary, 2, dtype=torch.float64)
+    edge[torch.arange(boundary), torch.arange(boundary) % 2] = (torch.arange(boundary) // 2 % 2).double()
     source = -2 * math.pi**2 * torch.sin(math.pi * inside).prod(1)
 
     def closure() -> tuple[Tensor, tuple[Tensor, Tensor]]:
@@ -100,8 +105,7 @@ def parts_of_steps() -> Iterator[Parts]:
         for owner, attribute, name in (
             (Objective, "value_and_gradient", "gradient"),
             (Sketcher, "draw", "rows"),
-            (Factored, "__init__", "QR of J"),
-            (Factored, "_by_rows", "QR with λ"),
+            (Factored, "_factors", "factors"),
             (Flow, "__init__", "steps"),
             (Flow, "descend", "candidates"),
         ):
@@ -114,9 +118,11 @@ def parts_of_steps() -> Iterator[Parts]:
 def one(n: int, rows: int, points: int, steps: int) -> dict[str, Any]:
     """Medians over steps, after two that have checks of their own."""
     from krylov_descent import GaussNewtonFlow
+    from krylov_descent.distributed.launch import init_process_group
 
-    model, closure = poisson(n, points)
-    optimizer = GaussNewtonFlow(model.parameters(), rows=rows)
+    group = init_process_group("gloo")
+    model, closure = poisson(n, points, 1 if group is None else group.size())
+    optimizer = GaussNewtonFlow(model.parameters(), rows=rows, process_group=group)
     found: list[dict[str, float]] = []
     evaluations = []
     for step in range(2 + steps):
@@ -169,6 +175,13 @@ def point(**arguments: int) -> dict[str, Any]:
     return found
 
 
+def on_two(n: int, points: int, steps: int) -> dict[str, float]:
+    """Seconds of a step: of the processor on each of two ranks, and on one."""
+    flags = [f"--n={n}", f"--rows={ROWS}", f"--points={points}", f"--steps={steps}"]
+    one, two = (on_ranks(R, ["benchmarks.flow", *flags], for_memory=False)[0] for R in (1, 2))
+    return {"n": one["n"], "one": one["seconds"], "two": two["seconds"], "two ÷ one": two["seconds"] / one["seconds"]}
+
+
 def copies(points: Sequence[Mapping[str, float]]) -> float:
     """Float64 numbers for each of J's: the slope of memory over m·n."""
     return statistics.linear_regression([p["mn"] for p in points], [p["bytes"] for p in points]).slope / 8
@@ -195,6 +208,7 @@ def measure(*, quick: bool) -> dict[str, Any]:
             for name in ("seconds", *PARTS)
             if len(points[start:]) > 1
         },
+        "ranks": [on_two(n, MORE_POINTS, steps) for n in (RANKED_SIZES[:2] if quick else RANKED_SIZES)],
         "copies of J": {x: copies(points) for x, points in memory.items()},
     }
 

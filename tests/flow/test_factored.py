@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from krylov_descent.distributed import SingleProcess
-from krylov_descent.flow.factored import Factored, damped_steps, flow_direction
+from krylov_descent.flow.factored import Factored, damped_step, flow_direction
 from tests.least_squares import F64
 
 
@@ -15,27 +15,27 @@ def test_steps_are_those_of_dense_algebra(m: int) -> None:
     torch.manual_seed(0)
     J, rho = torch.randn(m, 12, dtype=F64), torch.randn(m, dtype=F64)
     g, carried = torch.randn(2, 12, dtype=F64)
-    grid = torch.tensor([1e-3, 1.0, 10.0], dtype=F64)
     sketch = Factored(J, SingleProcess())
     assert sketch.trace == pytest.approx(float((J.T @ J).trace()))
-    for lam, damped in zip(grid, damped_steps(sketch, g, grid), strict=True):
+    for lam in (1e-3, 1.0, 10.0):
         H = J.T @ J + lam * torch.eye(12, dtype=F64)
-        torch.testing.assert_close(damped, -torch.linalg.solve(H, g))
-        flow = flow_direction(sketch, rho, carried, lam[None])
+        torch.testing.assert_close(damped_step(sketch, g, lam), -torch.linalg.solve(H, g))
+        flow = flow_direction(sketch, rho, carried, lam)
         torch.testing.assert_close(flow, torch.linalg.solve(H, -J.T @ rho + lam * carried))
-        torch.testing.assert_close(flow_direction(sketch, rho, None, lam[None]), -torch.linalg.solve(H, J.T @ rho))
+        torch.testing.assert_close(flow_direction(sketch, rho, None, lam), -torch.linalg.solve(H, J.T @ rho))
 
 
+@pytest.mark.parametrize("lam", [1e-18, 1e-10])
 @pytest.mark.parametrize("m", [6, 30])  # fewer rows than parameters, and more
-def test_small_singular_values_are_not_lost(m: int) -> None:
-    """K has their squares: 1e-18 of the largest, which its rounding would swallow."""
+def test_small_singular_values_are_not_lost(m: int, lam: float) -> None:
+    """K has their squares, 1e-18 of the largest. With the smaller λ, its rounding would swallow them."""
     torch.manual_seed(0)
     r = min(m, 12)
     s = torch.logspace(0, -9, r, dtype=F64)
     U, V = (torch.linalg.qr(torch.randn(n, r, dtype=F64)).Q for n in (m, 12))
-    rho, lam = U @ torch.randn(r, dtype=F64), 1e-18
+    rho = U @ torch.randn(r, dtype=F64)
     expected = -V @ (s / (s.square() + lam) * (U.T @ rho))
-    phi = flow_direction(Factored(U @ (s[:, None] * V.T), SingleProcess()), rho, None, torch.tensor([lam], dtype=F64))
+    phi = flow_direction(Factored(U @ (s[:, None] * V.T), SingleProcess()), rho, None, lam)
     torch.testing.assert_close(phi, expected, rtol=1e-4, atol=1e-4 * float(expected.norm()))
 
 
@@ -47,7 +47,7 @@ def test_the_flow_gathers_what_successive_sketches_say() -> None:
     errors, phi = [], None
     for _ in range(200):
         S = torch.randperm(40)[:10]
-        phi = flow_direction(Factored(J[S], SingleProcess()), rho[S], phi, torch.tensor([1e-6], dtype=F64))
+        phi = flow_direction(Factored(J[S], SingleProcess()), rho[S], phi, 1e-6)
         errors.append(float((phi - whole).norm() / whole.norm()))
     assert errors[0] > 0.5
     assert errors[-1] < 1e-2

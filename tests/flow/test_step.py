@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -86,9 +87,9 @@ def test_a_sketch_beyond_the_memory_at_hand_is_refused_before_anything_runs(monk
     optimizer.step(closure)
 
 
-def line(n: int = 9) -> tuple[list[Tensor], int]:
-    """The step to index i is [i]; begin in the middle."""
-    return [torch.tensor([float(i)]) for i in range(n)], n // 2
+def line(n: int = 9) -> tuple[Callable[[int], Tensor], int]:
+    """The step to index i is [i]."""
+    return lambda i: torch.tensor([float(i)]), n
 
 
 @pytest.mark.parametrize("low", [0, 3, 4, 5, 8])

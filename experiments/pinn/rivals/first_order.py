@@ -14,7 +14,9 @@ from experiments.pinn.rivals.least_squares import LeastSquares, Trainable, in_tu
 from experiments.supervised.stochastic import soap_of
 
 _EVERY = 20  # steps of a first-order method, or iterations of L-BFGS, between two yields
-_SCALE = 2.0**30  # of the loss that L-BFGS sees: torch's keeps no pair with yᵀs below 1e-10, and creeps from there on
+#: Of the loss that L-BFGS sees: torch's keeps no pair with yᵀs below 1e-10, and creeps from there on. In float32 a larger
+#: one overflows.
+_SCALE = {torch.float64: 2.0**30, torch.float32: 2.0**10}
 
 
 def adam_lbfgs(
@@ -67,7 +69,7 @@ def lbfgs(problem: Trainable, history: int, iterations: float = math.inf) -> Ite
                 return
             optimizer = _lbfgs(problem, history)
         stuck = not moved
-        yield evaluations() / _SCALE
+        yield evaluations() / evaluations.scale
         if squares.renewed():
             evaluations.forget()
             for state in optimizer.state.values():  # a change of the gradient from one loss to another is no curvature
@@ -150,11 +152,12 @@ def _lbfgs(problem: Trainable, history: int) -> torch.optim.LBFGS:
 
 
 class _Remembered:
-    """f times _SCALE, with .grad set; the point evaluated last, where each of torch's steps begins, costs nothing."""
+    """f times ``scale``, with .grad set; the point evaluated last, where each of torch's steps begins, costs nothing."""
 
     def __init__(self, problem: Trainable) -> None:
         self._squares = LeastSquares(problem)
         self._theta: Tensor | None = None
+        self.scale = _SCALE[self._squares.parameters.dtype]
 
     def forget(self) -> None:
         """The loss is another."""
@@ -164,7 +167,7 @@ class _Remembered:
         parameters, theta = self._squares.parameters, self._squares.point()
         if self._theta is None or not torch.equal(theta, self._theta):
             loss, gradient = self._squares.gradient()
-            self._loss, self._gradient, self._theta = _SCALE * loss, _SCALE * gradient, theta
+            self._loss, self._gradient, self._theta = self.scale * loss, self.scale * gradient, theta
         for p, g in zip(parameters.params, parameters.unflatten(self._gradient), strict=True):
             p.grad = g.clone()
         return self._loss

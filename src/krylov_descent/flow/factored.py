@@ -7,6 +7,8 @@ products over the ranks. The functions are independent of any model.
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import torch
 from torch import Tensor
 
@@ -14,6 +16,7 @@ from krylov_descent.distributed import Comm, stacked
 from krylov_descent.vectors.float64 import wide
 from krylov_descent.vectors.products import numbers_of
 
+_RESOLVED = 1e-11  # λ relative to the trace, from which the rounding of a Gram matrix is small beside λ
 _ENOUGH = 0.9  # share of the residuals that φ is to remove
 _WANTED, _SHORTEST = 2.0**-5, 2.0**-8  # target of η, within a factor of two; the shortest while φ removes too little
 _LONG = 0.5  # η of a direction that need not be shorter
@@ -21,10 +24,11 @@ _FAR, _RAISED = 1.0, 4.0  # length of φ relative to θ beyond which λ is raise
 
 
 class Factored:
-    """A factorisation of JᵀJ for any damping, by QR of the narrow side of J.
+    """Solves with JᵀJ + λ for any λ, by the narrow side of J.
 
-    Forming K or JᵀJ would square the singular values of J: those below 1e-8 of the largest would be lost in rounding,
-    and those little above it, which matter late in training, would be inaccurate.
+    A Gram matrix, K or JᵀJ, has the squares of the singular values of J: its rounding swallows those below 1e-8 of the
+    largest, which matter late in training. So the factors are a Cholesky factor of the Gram matrix if its rounding is
+    small beside λ, and otherwise a QR, which takes several times as long.
 
     Attributes:
         trace: the trace of JᵀJ.
@@ -33,43 +37,74 @@ class Factored:
     def __init__(self, J: Tensor, comm: Comm) -> None:
         self._J, self._comm = J, comm
         self._tall = comm.ranks == 1 and J.shape[0] > J.shape[1]
-        self._R = wide(J) if self._tall else _joined(stacked(comm, _triangle(wide(J.T))))  # J, or [m, m]
-        self.trace = float(self._R.square().sum())
-        self._damped: dict[float, tuple[Tensor, Tensor]] = {}
+        self.trace = float(comm.sum(wide(J).square().sum()))
+        self._damped: dict[float, tuple[Tensor, Tensor | None]] = {}
 
-    def solved(self, x: Tensor, lam: Tensor) -> Tensor:
-        """Return Jᵀ(K + λ)⁻¹x = argmin ‖Jφ − x‖² + λ‖φ‖² [l, P] for every λ."""
+    def solved(self, x: Tensor, lam: float) -> Tensor:
+        """Return Jᵀ(K + λ)⁻¹x = argmin ‖Jφ − x‖² + λ‖φ‖² [P]."""
         solve = self._by_columns if self._tall else self._by_rows
-        return torch.stack([solve(float(damping), wide(x)[:, None])[:, 0] for damping in lam]).to(self._J)
+        return solve(lam, wide(x)[:, None])[:, 0].to(self._J)
 
     def _by_rows(self, lam: float, x: Tensor) -> Tensor:
-        """Use K + λ = SᵀS with [R; √λI] = QS."""
-        if lam not in self._damped:
-            self._damped[lam] = self._R[:0], _triangle(self._with(lam))
-        _, S = self._damped[lam]
-        y = torch.linalg.solve_triangular(S.T, x, upper=False)
-        phi: Tensor = wide(self._J).T @ torch.linalg.solve_triangular(S, y, upper=True)
-        return phi
+        """Use K + λ = SᵀS."""
+        S, _ = self._factors(lam)
+        return wide(self._J).T @ _both(S, x)
 
     def _by_columns(self, lam: float, x: Tensor) -> Tensor:
-        """Use φ = S⁻¹Qᵀ[x; 0] with [J; √λI] = QS."""
-        if lam not in self._damped:
-            self._damped[lam] = torch.linalg.qr(self._with(lam))
-        Q, S = self._damped[lam]
+        """Use JᵀJ + λ = SᵀS, and by QR φ = S⁻¹Qᵀ[x; 0]."""
+        S, Q = self._factors(lam)
+        if Q is None:
+            return _both(S, wide(self._J).T @ x)
         phi: Tensor = torch.linalg.solve_triangular(S, Q[: len(x)].T @ x, upper=True)
         return phi
 
-    def _with(self, lam: float) -> Tensor:
-        """Return [R; √λI]."""
-        return torch.cat([self._R, lam**0.5 * torch.eye(self._R.shape[1], dtype=self._R.dtype, device=self._R.device)])
+    def _factors(self, lam: float) -> tuple[Tensor, Tensor | None]:
+        """Return S with SᵀS = K + λ or JᵀJ + λ, and for the latter by QR Q of [J; √λI] = QS."""
+        if lam not in self._damped:
+            if lam >= _RESOLVED * self.trace:
+                damped = self._gram + lam * _identity(self._gram)
+                self._damped[lam] = torch.linalg.cholesky_ex(damped, upper=True).L, None
+            elif self._tall:
+                Q, S = torch.linalg.qr(_with(wide(self._J), lam))
+                self._damped[lam] = S, Q
+            else:
+                self._damped[lam] = _triangle(_with(self._R, lam)), None
+        return self._damped[lam]
 
-    def unseen(self, v: Tensor, lam: Tensor) -> Tensor:
-        """Return λ(JᵀJ + λ)⁻¹v = v − Jᵀ(K + λ)⁻¹Jv [l, P], the part of v without curvature."""
+    @cached_property
+    def _gram(self) -> Tensor:
+        """JᵀJ, or K of all ranks."""
+        J = wide(self._J)
+        return J.T @ J if self._tall else self._comm.sum(J @ J.T)
+
+    @cached_property
+    def _R(self) -> Tensor:
+        """R [m, m] with K = RᵀR."""
+        return _joined(stacked(self._comm, _triangle(wide(self._J.T))))
+
+    def unseen(self, v: Tensor, lam: float) -> Tensor:
+        """Return λ(JᵀJ + λ)⁻¹v = v − Jᵀ(K + λ)⁻¹Jv [P], the part of v without curvature."""
         return v - self.solved(self.along(v), lam)
 
     def along(self, v: Tensor) -> Tensor:
         """Return Jv [m]."""
         return self._comm.sum(wide(self._J) @ wide(v)).to(v)
+
+
+def _both(S: Tensor, x: Tensor) -> Tensor:
+    """Return (SᵀS)⁻¹x."""
+    y = torch.linalg.solve_triangular(S.T, x, upper=False)
+    both: Tensor = torch.linalg.solve_triangular(S, y, upper=True)
+    return both
+
+
+def _identity(like: Tensor) -> Tensor:
+    return torch.eye(like.shape[1], dtype=like.dtype, device=like.device)
+
+
+def _with(X: Tensor, lam: float) -> Tensor:
+    """Return [X; √λI]."""
+    return torch.cat([X, lam**0.5 * _identity(X)])
 
 
 def _joined(parts: Tensor) -> Tensor:
@@ -84,15 +119,15 @@ def _triangle(X: Tensor) -> Tensor:
     return R if not missing else torch.cat([R, R.new_zeros(missing, R.shape[1])])
 
 
-def flow_direction(sketch: Factored, rho: Tensor, carried: Tensor | None, lam: Tensor) -> Tensor:
-    """Return φ [P] = argmin ‖Jφ + ρ‖² + λ‖φ − carried‖²; λ [1]."""
+def flow_direction(sketch: Factored, rho: Tensor, carried: Tensor | None, lam: float) -> Tensor:
+    """Return φ [P] = argmin ‖Jφ + ρ‖² + λ‖φ − carried‖²."""
     phi = -sketch.solved(rho, lam)
-    return (phi if carried is None else phi + sketch.unseen(carried, lam))[0]
+    return phi if carried is None else phi + sketch.unseen(carried, lam)
 
 
-def damped_steps(sketch: Factored, g: Tensor, lam: Tensor) -> Tensor:
-    """Return −(JᵀJ + λ)⁻¹g [l, P]."""
-    return -sketch.unseen(g, lam) / lam[:, None].to(g)
+def damped_step(sketch: Factored, g: Tensor, lam: float) -> Tensor:
+    """Return −(JᵀJ + λ)⁻¹g [P]."""
+    return -sketch.unseen(g, lam) / lam
 
 
 def removed(sketch: Factored, rho: Tensor, phi: Tensor) -> float:

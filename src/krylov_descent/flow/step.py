@@ -23,7 +23,7 @@ sketch of all rows it may be larger.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -31,7 +31,7 @@ from torch import Tensor
 
 from krylov_descent.flow.factored import (
     Factored,
-    damped_steps,
+    damped_step,
     flow_direction,
     new_damping,
     removed,
@@ -213,11 +213,10 @@ class Flow:
             root, damping = (lam + c).sqrt(), 1.0
             factored = Factored(sketch.J / root, objective.comm)
             carried = None if carried is None else carried * root
-        lams = torch.tensor([damping], dtype=torch.float64, device="cpu")
-        phi = flow_direction(factored, sketch.rho, carried, lams)
+        phi = flow_direction(factored, sketch.rho, carried, damping)
 
         def correct(e: Tensor) -> Tensor:
-            d = -factored.solved(e, lams)[0]
+            d = -factored.solved(e, damping)
             return d / root if unlike else d
 
         return phi / root if unlike else phi, correct
@@ -258,7 +257,7 @@ class Flow:
         rate = known.failure_rate + _LATELY * (1 - known.failure_rate)
         shorter = max(known.step_fraction / 2, _SHORTEST)
         lost = replace(known, step_fraction=shorter, momentum_scale=0.0, failure_rate=rate)
-        i, lowest, d = descend_line(tuple(self._damped_steps()), _DAMPED // 2, value)
+        i, lowest, d = descend_line(self._damped_step, _DAMPED, value)
         if lowest < before:
             return taken(d, lowest), replace(lost, lm_damping=self._dampings[i])
         reason = StopReason.NOISE if math.isfinite(lowest) else StopReason.NON_FINITE
@@ -277,32 +276,34 @@ class Flow:
     def _dampings(self) -> list[float]:
         return [self.adaptation.lm_damping * _RATIO ** (i - _DAMPED // 2) for i in range(_DAMPED)]
 
-    def _damped_steps(self) -> Tensor:
+    def _damped_step(self, i: int) -> Tensor:
         assert self._at.g is not None
-        lams = torch.tensor(self._dampings, dtype=torch.float64, device="cpu")
-        return damped_steps(self._factored, self._at.g, lams)
+        return damped_step(self._factored, self._at.g, self._dampings[i])
 
 
 _NOT_FINITE = "Rows of the Jacobian were not finite; they were left out."
 
 
-def descend_line(steps: Sequence[Tensor], first: int, value: Callable[[Tensor], float]) -> tuple[int, float, Tensor]:
-    """Return the index, loss and vector of the best step, longest first: from one, towards shorter or else longer."""
-    seen: dict[int, float] = {}
+def descend_line(
+    step: Callable[[int], Tensor], count: int, value: Callable[[Tensor], float]
+) -> tuple[int, float, Tensor]:
+    """Return the index, loss and vector of the best step, longest first: from the middle, towards shorter or longer."""
+    seen: dict[int, tuple[float, Tensor]] = {}
 
     def at(i: int) -> float:
-        if not 0 <= i < len(steps):
+        if not 0 <= i < count:
             return math.inf
         if i not in seen:
-            seen[i] = value(steps[i])
-        return seen[i]
+            d = step(i)
+            seen[i] = value(d), d
+        return seen[i][0]
 
-    i = first
-    while i + 1 < len(steps) and (at(i + 1) < at(i) or math.isinf(at(i))):  # a long step may overflow
+    i = first = count // 2
+    while i + 1 < count and (at(i + 1) < at(i) or math.isinf(at(i))):  # a long step may overflow
         i += 1
     while i <= first and at(i - 1) < at(i):
         i -= 1
-    return i, at(i), steps[i]
+    return i, at(i), seen[i][1]
 
 
 def _bounded(trace: float, longest: float, least: float, known: Adaptation | None) -> Adaptation:
