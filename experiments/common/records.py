@@ -182,7 +182,8 @@ def _run(lines: packed.Lines, path: Path) -> Run:
 def _header(line: Mapping[str, Any], where: str) -> Run:
     """A run without its points."""
     if "network" in line and "seconds" in line:
-        line = {**line, "budget": str(Budget(line["seconds"], "seconds"))}
+        sizes = {"parameters": line.get("n", 0), "samples": line.get("N", 0)}
+        line = {**line, **sizes, "budget": str(Budget(line["seconds"], "seconds"))}
     kinds = {name: get_origin(kind) or kind for name, kind in get_type_hints(Run).items()}
     read = kinds.keys() - {"points", "end", "spent", "path"}
     given = {name: value for name, value in line.items() if name in read}

@@ -17,7 +17,7 @@ from experiments.common.table import NONE, all_settings, lowest, seeds
 from experiments.pinn.ablations import CHANGES
 from experiments.pinn.fits import FITS
 from experiments.pinn.problems import CHOOSING, PROBLEMS, SHOWN
-from experiments.pinn.records import BEYOND, Group, compared, geometric_mean, middle, only, read_groups
+from experiments.pinn.records import BEYOND, Group, compared, geometric_mean, middle, only, read_groups, read_runs
 from experiments.pinn.style import BASE, NAMES
 
 OURS = "GaussNewtonFlow"
@@ -26,6 +26,7 @@ _HEADS = {**NAMES, BASE: OURS, "ksd-krylov": "KSD"}
 _KINDS = {"unseen equations": SHOWN, "": PROBLEMS, "fits": FITS}
 _LOSSES: tuple[Quantity, ...] = ("loss", "held_out_loss")
 _TIMES = (15.0, 30.0, 60.0, 150.0, 300.0, 900.0)
+_FIRST_THEN = "adam-lbfgs"
 
 #: Comparison, such as "3x32, 60 s" → its runs.
 _Groups = Mapping[str, Group]
@@ -43,7 +44,7 @@ def table(results: Path, columns: Sequence[str] = ()) -> str:
     parts = [_errors(name, group, first=not i) for i, (name, group) in enumerate(found.items())]
     parts += [*_best_rivals(found), *_course(found), *_losses(found)]
     if not columns:
-        parts += _changes(results)
+        parts += [*_float32(results), *_longest(results), *_changes(results)]
     return "\n".join([*parts, _setup(found)])
 
 
@@ -202,7 +203,12 @@ def _losses(groups: _Groups) -> list[str]:
 def _changes(results: Path) -> list[str]:
     """Return ratios of errors of the flow changed in one thing to the errors without the change, seed by seed."""
     groups = read_groups(results, CHOOSING, [], (BASE, *CHANGES), required=False)
-    changed = [(group, column) for group in groups for column in group.columns if column != BASE]
+    changed = [
+        (group, column)
+        for group in groups
+        for column in group.columns
+        if column != BASE and any(column in group.runs.get(name, ()) for name in CHOOSING)
+    ]
     problems = [name for name in CHOOSING if any(column in group.runs.get(name, ()) for group, column in changed)]
     rows = []
     for group, column in changed:
@@ -217,6 +223,45 @@ def _changes(results: Path) -> list[str]:
         "Above 1 the change does harm."
     )
     return [section(f"{OURS} changed in one thing", ["after", "change", *problems], rows, note)] if rows else []
+
+
+def _float32(results: Path) -> list[str]:
+    """Return errors in float32, beside those of the flow in float64 from the same seeds."""
+    columns = [f"{BASE}-float32", f"{_FIRST_THEN}-float32"]
+    rows, ratios = [], []
+    for group in read_groups(results, SHOWN, [], [*columns, BASE], required=False):
+        for problem, by in group.runs.items():
+            if not all(by.get(column) for column in columns):
+                continue
+            seeds_of = {run.seed for run in by[columns[0]]}
+            double = [run for run in by.get(BASE, ()) if run.seed in seeds_of]
+            errors = [middle(by[column]) for column in columns] + ([middle(double)] if double else [])
+            if double:
+                ratios.append(errors[0] / errors[2])
+            best = bold(short(errors[0]), errors[0] < errors[1]), bold(short(errors[1]), errors[1] < errors[0])
+            rows.append([f"{group.network}, {group.seconds:g} s", problem, *best, short(errors[2]) if double else NONE])
+    head = ["after", "problem", f"{OURS}, float32", f"{NAMES[_FIRST_THEN]}, float32", f"{OURS}, float64"]
+    note = (
+        "Relative L2 error; bold: the lower of both in float32. "
+        f"{OURS} in float32 ÷ float64: {_number(geometric_mean(ratios))} in the geometric mean."
+    )
+    return [section("float32", head, rows, note)] if rows else []
+
+
+def _longest(results: Path) -> list[str]:
+    """Return how the error of the flow falls in the runs of a quarter of an hour, with any number of points."""
+    runs = [run for run in read_runs(results) if run.method == BASE and run.seconds == _TIMES[-1]]
+    rows = [
+        [run.problem, f"{run.parameters:,}", f"{run.samples:,}", *(_at(run, t) for t in _TIMES[2:])]
+        for run in sorted(runs, key=lambda run: run.problem)
+    ]
+    head = ["problem", "parameters", "residuals", *(f"{t:g} s" for t in _TIMES[2:])]
+    note = f"Relative L2 error of {OURS} after so many CPU seconds, seed 0."
+    return [section("A quarter of an hour", head, rows, note)] if rows else []
+
+
+def _at(run: Run, seconds: float) -> str:
+    return short(_until(run, seconds).final.error)
 
 
 def _ratios(values: Sequence[float]) -> str:

@@ -80,6 +80,25 @@ def test_changes_are_compared_with_the_same_seeds(tmp_path: Path) -> None:
     assert "changed" not in table(tmp_path, ["ksd-rational"])
 
 
+def test_float32_is_compared_with_adam_and_with_float64(tmp_path: Path) -> None:
+    write(tmp_path, "kdv", "ksd-rational", 1e-6)
+    write(tmp_path, "kdv", "ksd-rational", 1e-4, label="ksd-rational-float32-60s")
+    write(tmp_path, "kdv", "adam-lbfgs", 1e-2, label="adam-lbfgs-float32-60s")
+    write(tmp_path, "fisher", "ksd-rational", 1e-3, label="ksd-rational-float32-60s")  # without the rival
+    text = table(tmp_path)
+    assert rows(text, "float32")["3x32, 60 s kdv"] == ["**1.0e-4**", "1.0e-2", "1.0e-6"]
+    assert "100 in the geometric mean" in text
+    assert "fisher" not in text.split("## float32")[1].split("##")[0]
+    assert "changed in one thing" not in text
+
+
+def test_the_longest_runs_have_any_number_of_points(tmp_path: Path) -> None:
+    write(tmp_path, "wave", "ksd-rational", 1e-6)
+    write(tmp_path, "wave", "ksd-rational", 1e-9, seconds=900.0, third=300.0, label="ksd-rational-points12000-900s")
+    found = rows(table(tmp_path), "A quarter of an hour")
+    assert found["wave"][-2:] == ["1.0e-6", "1.0e-9"]
+
+
 def test_runs_that_are_listed_are_left_out_unless_named(tmp_path: Path) -> None:
     for seed in (0, 1):
         write(tmp_path, "wave", "ksd-rational", 1e-6, seed=seed)

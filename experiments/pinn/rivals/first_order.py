@@ -14,8 +14,8 @@ from experiments.pinn.rivals.least_squares import LeastSquares, Trainable, in_tu
 from experiments.supervised.stochastic import soap_of
 
 _EVERY = 20  # steps of a first-order method, or iterations of L-BFGS, between two yields
-#: Of the loss that L-BFGS sees: torch's keeps no pair with yᵀs below 1e-10, and creeps from there on. In float32 a larger
-#: one overflows.
+#: Of the loss that L-BFGS sees: torch's keeps no pair with yᵀs below 1e-10, and creeps from there on. In float32 a
+#: larger one overflows.
 _SCALE = {torch.float64: 2.0**30, torch.float32: 2.0**10}
 
 
@@ -152,7 +152,7 @@ def _lbfgs(problem: Trainable, history: int) -> torch.optim.LBFGS:
 
 
 class _Remembered:
-    """f times ``scale``, with .grad set; the point evaluated last, where each of torch's steps begins, costs nothing."""
+    """f times ``scale``, with .grad set; the point evaluated last, where torch's steps begin, costs nothing."""
 
     def __init__(self, problem: Trainable) -> None:
         self._squares = LeastSquares(problem)
