@@ -24,6 +24,7 @@ from krylov_descent.samples.subsets import Microbatch
 ROWS = 400  # default of m
 
 _MARGIN = 1.65  # many small terms may add rows beyond m, and some layers' rows take copies
+_TOGETHER = 2**17  # numbers of rows that are sent to other ranks at once
 _TIMED = 100_000  # most parameters with which steps were timed (docs/appendix/speed.md)
 
 
@@ -220,12 +221,18 @@ def _where(comm: Comm, rows: int) -> tuple[int, int]:
 def _scattered(comm: Comm, rows: Sequence[Tensor], start: int, m: int, none: Tensor) -> Tensor:
     """Return this rank's columns of the rows of all ranks.
 
-    A reduce-scatter with zeros (``none``) from all ranks but one sends that rank's row to its owners.
+    A reduce-scatter with zeros from all ranks but one sends that rank's rows to their owners; short rows go together.
     """
-    own = range(start, start + len(rows))
-    J = none.new_empty(m, part_length(comm, len(none)))
-    for i in range(m):
-        J[i] = comm.reduce_scatter(rows[i - start] if i in own else none, exact=True)
+    n, part = len(none), part_length(comm, len(none))
+    J = none.new_empty(m, part)
+    together = max(1, _TOGETHER // max(1, n))
+    for i in range(0, m, together):
+        block = none.new_zeros(min(together, m - i), comm.ranks * part)
+        for j in range(max(i, start), min(i + len(block), start + len(rows))):
+            block[j - i, :n] = rows[j - start]
+        by_rank = block.view(len(block), comm.ranks, part).transpose(0, 1).reshape(-1)
+        own = comm.reduce_scatter(by_rank, exact=True, sizes=[len(block) * part] * comm.ranks)
+        J[i : i + together] = own.view(-1, part)
     return J
 
 
