@@ -13,6 +13,7 @@ NAMES: Mapping[str, str] = {
     "hf": "HF",
     "nesterov": "SGD, Nesterov",
     "adamw": "AdamW",
+    "muon": "Muon",
     "soap": "SOAP",
 }
 LINES: Mapping[str, Line] = {

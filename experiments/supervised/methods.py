@@ -1,7 +1,7 @@
 """Every optimizer behind one small interface, so that one loop drives them all and counts the same costs.
 
-KSD, Hessian-free and nonlinear CG are this project's; L-BFGS, SGD, Adam and AdamW are torch's own, SOAP is that of
-pytorch_optimizer. All of them minimise the same f: the mean loss over the training set plus ½·c·‖θ‖².
+KSD, Hessian-free and nonlinear CG are this project's; L-BFGS, SGD, Adam, AdamW and Muon are torch's own, SOAP is that
+of pytorch_optimizer. All of them minimise the same f: the mean loss over the training set plus ½·c·‖θ‖².
 """
 
 from __future__ import annotations
@@ -157,6 +157,7 @@ KINDS: Mapping[str, Kind] = {
     "nesterov": Kind(stochastic.nesterov, scheduled=True),
     "adam": Kind(stochastic.adam, scheduled=True),
     "adamw": Kind(stochastic.adamw, scheduled=True),
+    "muon": Kind(stochastic.muon, scheduled=True),
     "soap": Kind(stochastic.soap, scheduled=True),
 }
 

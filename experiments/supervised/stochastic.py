@@ -1,9 +1,9 @@
-"""First-order methods on mini-batches: SGD, Adam and AdamW of torch, SOAP of pytorch_optimizer, and their schedules."""
+"""First-order methods on mini-batches: torch's SGD, Adam, AdamW and Muon, SOAP of pytorch_optimizer; schedules."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -37,6 +37,30 @@ SCHEDULES: Mapping[str, Callable[[float], float]] = {
 }
 
 
+class _Both:
+    """Two optimizers with parameters of their own, as one."""
+
+    def __init__(self, *optimizers: torch.optim.Optimizer) -> None:
+        self._optimizers = optimizers
+        self.param_groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+
+    def zero_grad(self) -> None:
+        for optimizer in self._optimizers:
+            optimizer.zero_grad()
+
+    def step(self) -> None:
+        for optimizer in self._optimizers:
+            optimizer.step()
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        return [optimizer.state_dict() for optimizer in self._optimizers]
+
+    def load_state_dict(self, states: Sequence[dict[str, Any]]) -> None:
+        for optimizer, state in zip(self._optimizers, states, strict=True):
+            optimizer.load_state_dict(state)
+        self.param_groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
+
+
 class Stochastic:
     """An optimizer on mini-batches; epoch e visits the samples in the order of a permutation seeded by (seed, e).
 
@@ -46,7 +70,7 @@ class Stochastic:
 
     def __init__(
         self,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | _Both,
         problem: Problem,
         model: nn.Module,
         seed: int,
@@ -140,6 +164,25 @@ def adamw(
     """AdamW with no decay of its own, which is torch's Adam: the problem's decay is part of what is minimised."""
     optimizer = torch.optim.Adam(model.parameters(), lr=lr, weight_decay=problem.weight_decay, fused=True)
     return Stochastic(optimizer, problem, model, seed, batch, schedule)
+
+
+def muon(
+    problem: Problem, model: nn.Module, seed: int, *, lr: float = 1e-3, batch: int = 200, schedule: str = "cosine"
+) -> Method:
+    """torch's Muon for weight matrices, Adam for embeddings, convolutions, biases and the last layer, as is usual.
+
+    Muon's steps have the root mean square of Adam's, so that one learning rate serves both.
+    """
+    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    last = [m.weight for m in model.modules() if isinstance(m, nn.Linear)][-1]
+    hidden = [p for p in model.parameters() if p.ndim == 2 and id(p) not in embeddings and p is not last]
+    chosen = {id(p) for p in hidden}
+    others = [p for p in model.parameters() if id(p) not in chosen]
+    optimizer = _Both(
+        torch.optim.Muon(hidden, lr=lr, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.Adam(others, lr=lr, fused=True),
+    )
+    return Stochastic(optimizer, problem, model, seed, batch, schedule, problem.weight_decay)
 
 
 def soap(

@@ -70,7 +70,7 @@ def test_every_task_steps(name: str, method: str, tmp_path: Path) -> None:
         assert min(losses) < (0.9 if new else 1.0) * losses[0]
 
 
-@pytest.mark.parametrize("method", ["adamw", "soap"])
+@pytest.mark.parametrize("method", ["adamw", "muon", "soap"])
 @pytest.mark.parametrize("decay", [0.0, 1e-3])
 def test_a_rival_cut_off_continues_bit_for_bit(method: str, decay: float, tmp_path: Path) -> None:
     problem = dataclasses.replace(small("char-lstm", 100), weight_decay=decay)

@@ -52,7 +52,7 @@ def small_problem(n: int = 240, weight_decay: float = 1e-3) -> Problem:
 
 
 def config(method: str, budget: str = "30g", **changes: Any) -> RunConfig:
-    rates = {"sgd": 0.1, "nesterov": 0.1, "adam": 0.01, "adamw": 0.01, "soap": 0.01}
+    rates = {"sgd": 0.1, "nesterov": 0.1, "adam": 0.01, "adamw": 0.01, "muon": 0.01, "soap": 0.01}
     defaults: dict[str, Any] = {"lr": rates[method], "batch": 20} if method in rates else {}
     if method.startswith("hf"):
         defaults = {"damping": 0.03, "fraction": 0.5}
