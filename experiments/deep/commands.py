@@ -13,6 +13,7 @@ import tyro
 from experiments.common.budget import Budget
 from experiments.common.markdown import show
 from experiments.common.settings import pair
+from experiments.deep import costs
 from experiments.deep.figures import figures
 from experiments.deep.study import ablate, pace, study, tune
 from experiments.deep.table import table
@@ -130,6 +131,23 @@ class Ablate(_Runs):
 
 
 @dataclasses.dataclass(frozen=True)
+class Costs:
+    """Measure what a step of KSD costs by phase, in gradients over A; needs a quiet machine."""
+
+    tasks: tyro.conf.Positional[tuple[str, ...]] = ("mnist-ae", "char-transformer")
+    sizes: tuple[int, ...] = (500, 2000, 8000)
+    """Samples of A."""
+    steps: int = 20
+    data: Path | None = None
+    """Directory of the data sets; the environment variable KRYLOV_DESCENT_DATA unless given."""
+
+    def execute(self) -> None:
+        """Measure."""
+        torch.set_num_threads(1)
+        sys.stdout.write(costs.table(self.tasks, self.sizes, self.steps, self.data) + "\n")
+
+
+@dataclasses.dataclass(frozen=True)
 class Table:
     """Print tables of the runs found; trains nothing."""
 
@@ -156,9 +174,9 @@ class Figure:
 
 @dataclasses.dataclass(frozen=True)
 class Deep:
-    """Deep networks, KSD and tuned rivals at equal CPU time: run, tune, study, ablate, table or figure."""
+    """Deep networks, KSD and tuned rivals at equal CPU time: run, tune, study, ablate, costs, table or figure."""
 
-    command: Annotated[Run | Tune | Study | Ablate | Table | Figure, tyro.conf.arg(name="")]
+    command: Annotated[Run | Tune | Study | Ablate | Costs | Table | Figure, tyro.conf.arg(name="")]
 
     def execute(self) -> None:
         """Do what the command says."""

@@ -27,10 +27,11 @@ class _LastStepOnly(Krylov):
     earlier = 0
 
 
-class _NeverGrowing(Growing):
-    """For ablations: the sets of the first step's size at every step."""
+class NeverGrowing(Growing):
+    """The sets of the first step's size at every step."""
 
     def draw(self, iteration: int, **how: Any) -> Any:
+        """Draw them as before any growth."""
         return super().draw(iteration, **{**how, "search_growth": 0, "model_growth": 0})
 
 
@@ -63,7 +64,7 @@ def ksd(
     if not earlier:  # no setting: users need none
         options["subspace"] = _LastStepOnly(krylov_dim)
     optimizer = KSD(model.parameters(), weight_decay=problem.weight_decay, **options)
-    kind = Growing if grows else _NeverGrowing
+    kind = Growing if grows else NeverGrowing
     sets = kind(problem.train, batch_size=problem.batch_size, start=start, seed=seed)
     return Stepping(optimizer, closure_of(problem, model), sets)
 

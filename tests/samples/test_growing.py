@@ -77,13 +77,22 @@ def test_sets_are_fresh_at_each_step_and_the_same_for_the_same_step() -> None:
     assert draw.a is draw.a
 
 
-@pytest.mark.parametrize(("start", "outside"), [(100, True), (941, True), (942, False), (1000, False)])
-def test_half_of_the_samples_that_judge_a_step_are_others_as_long_as_there_are_any(start: int, outside: bool) -> None:
+@pytest.mark.parametrize(("start", "others"), [(100, 32), (937, 59), (960, 40), (999, 1), (1000, 0)])
+def test_half_of_the_samples_that_judge_a_step_are_others_as_long_as_there_are_any(start: int, others: int) -> None:
     draw = Growing(torch.arange(1000), batch_size=64, start=start, seed=0).draw(3, krylov_dim=1)
     a, c = (set(torch.cat([b.data for b in each]).tolist()) for each in (draw.a, draw.c))
-    assert draw.holds_out is outside
-    assert len(c - a) == (len(c) + 1) // 2 if outside else c < a
+    assert draw.holds_out is (others > 0)
+    assert len(c - a) == others
     assert [b.data.tolist() for b in draw.statistics] == [b.data.tolist() for b in draw.b]
+
+
+@pytest.mark.parametrize("start", [8000, 9700, 10_000])
+def test_b_is_in_the_middle_of_a_larger_c(start: int) -> None:
+    draw = Growing(torch.arange(10_000), batch_size=64, start=start, seed=0).draw(3, krylov_dim=1)
+    a, b, c = (set(torch.cat([b.data for b in each]).tolist()) for each in (draw.a, draw.b, draw.c))
+    assert len(b) == 512
+    assert b < c
+    assert len(b - a) == min(256, 10_000 - start)
 
 
 @pytest.mark.parametrize("start", [0, -3, 2.5, True])

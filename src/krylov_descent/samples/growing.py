@@ -316,9 +316,9 @@ class Growing(Subsets):
         )
 
         def around(k: int) -> SampleSet:
-            """Cut k samples, half of them of A, or all if no others are left."""
-            first = size - k // 2
-            return cut(first, first + k) if first + k <= n else cut(0, k)
+            """Cut k samples, half of them of A, or more if too few others are left."""
+            stop = min(n, size + k // 2)
+            return cut(stop - k, stop)
 
         usual = min(size, max(_LEAST, -(-size // _PART)))
         doubled = min(size, _MOST_SAMPLES, _LEAST << min(model_growth, 8))
