@@ -38,19 +38,19 @@ _SCHEDULES = ("cosine", "linear")
 
 #: Label → method and settings that differ from its own; the first is what the others are compared with.
 ABLATIONS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
-    "defaults": ("ksd-kronecker", {}),
-    "search-in-every-step": ("ksd-kronecker", {"searches": True}),
-    "last-step-only": ("ksd-kronecker", {"earlier": False}),
-    "k2": ("ksd-kronecker", {"krylov_dim": 2}),
-    "k5": ("ksd-kronecker", {"krylov_dim": 5}),
-    "fisher-diagonal": ("ksd-kronecker", {"preconditioner": "fisher"}),
-    "no-preconditioner": ("ksd-kronecker", {"preconditioner": "none"}),
-    "damping-1e-3": ("ksd-kronecker", {"damping": 1e-3}),
-    "damping-0.1": ("ksd-kronecker", {"damping": 0.1}),
-    "memory-0.9": ("ksd-kronecker", {"memory": 0.9}),
-    "sets-do-not-grow": ("ksd-kronecker", {"grows": False}),
-    "start-125": ("ksd-kronecker", {"start": 125}),
-    "start-2000": ("ksd-kronecker", {"start": 2000}),
+    "defaults": ("deep", {}),
+    "search-in-every-step": ("deep", {"searches": True}),
+    "last-step-only": ("deep", {"earlier": False}),
+    "k2": ("deep", {"krylov_dim": 2}),
+    "k5": ("deep", {"krylov_dim": 5}),
+    "fisher-diagonal": ("deep", {"preconditioner": "fisher"}),
+    "no-preconditioner": ("deep", {"preconditioner": "none"}),
+    "damping-1e-3": ("deep", {"damping": 1e-3}),
+    "damping-0.1": ("deep", {"damping": 0.1}),
+    "memory-0.9": ("deep", {"memory": 0.9}),
+    "sets-do-not-grow": ("deep", {"grows": False}),
+    "start-125": ("deep", {"start": 125}),
+    "start-2000": ("deep", {"start": 2000}),
     "paper": ("ksd-paper", {}),
 }
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from experiments.common.style import Line
 
 NAMES: Mapping[str, str] = {
-    "ksd-kronecker": "KSD, Kronecker",
+    "deep": "DEEP",
     "ksd": "KSD, Fisher",
     "kfac": "K-FAC",
     "hf": "HF",
@@ -17,7 +17,7 @@ NAMES: Mapping[str, str] = {
     "soap": "SOAP",
 }
 LINES: Mapping[str, Line] = {
-    "ksd-kronecker": Line("KSD, DEEP", "blue"),
+    "deep": Line("DEEP", "blue"),
     "adamw": Line("AdamW", "orange"),
     "kfac": Line("K-FAC", "green", (0, (5, 1))),
     "nesterov": Line("SGD, Nesterov", "purple", (0, (3, 1, 1, 1))),

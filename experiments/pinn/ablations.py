@@ -24,8 +24,8 @@ CHANGES: Mapping[str, Mapping[str, Any]] = {
     **{f"without-{part}": {"settings": {"without": part}} for part in PARTS},
     "without-momentum": {"settings": {"momentum": 0.0}},
     **{f"rows-{m}": {"settings": {"rows": m}} for m in (100, 200, 800, 1600)},
-    "ksd-rational-resample10": {"resample": 10},
-    "ksd-rational-float32": {"dtype": "float32"},
+    "flow-resample10": {"resample": 10},
+    "flow-float32": {"dtype": "float32"},
 }
 
 

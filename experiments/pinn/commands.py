@@ -30,7 +30,7 @@ class Run:
     problem: tyro.conf.Positional[str]
     """An equation, poisson2d, poisson5d, burgers, convection30, …, or a fit, image64, regression, deeponet, …"""
     method: tyro.conf.Positional[str]
-    """ksd-rational, lm, ssbroyden, …"""
+    """flow, lm, ssbroyden, …"""
     seconds: float = 60.0
     """CPU seconds, evaluations not counted."""
     seed: int = 0

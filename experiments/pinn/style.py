@@ -7,23 +7,20 @@ from collections.abc import Mapping
 from experiments.common.style import Line
 
 #: The method that others are compared with.
-BASE = "ksd-rational"
+BASE = "flow"
 
 NAMES: Mapping[str, str] = {
-    "ksd-rational": "KSD, rational",
-    "ksd-krylov": "KSD, Krylov",
+    "flow": "GaussNewtonFlow",
+    "ksd": "KSD",
     "lm": "LM",
-    "engd": "ENGD",
     "spring": "SPRING",
-    "bfgs": "BFGS",
     "ssbroyden": "SSBroyden",
-    "nncg": "NNCG",
     "dsgnar": "DSGNAR",
     "adam-lbfgs": "Adam, L-BFGS",
     "soap": "SOAP",
 }
 LINES: Mapping[str, Line] = {
-    "ksd-rational": Line("GaussNewtonFlow", "blue"),
+    "flow": Line("GaussNewtonFlow", "blue"),
     "ssbroyden": Line("SSBroyden", "orange"),
     "dsgnar": Line("DSGNAR", "green", (0, (5, 1))),
     "soap": Line("SOAP", "purple", (0, (3, 1, 1, 1))),

@@ -20,9 +20,8 @@ from experiments.pinn.problems import CHOOSING, PROBLEMS, SHOWN
 from experiments.pinn.records import BEYOND, Group, compared, geometric_mean, middle, only, read_groups, read_runs
 from experiments.pinn.style import BASE, NAMES
 
-OURS = "GaussNewtonFlow"
+OURS = NAMES[BASE]
 
-_HEADS = {**NAMES, BASE: OURS, "ksd-krylov": "KSD"}
 _KINDS = {"unseen equations": SHOWN, "": PROBLEMS, "fits": FITS}
 _LOSSES: tuple[Quantity, ...] = ("loss", "held_out_loss")
 _TIMES = (15.0, 30.0, 60.0, 150.0, 300.0, 900.0)
@@ -290,4 +289,4 @@ def _setup(groups: _Groups) -> str:
 
 
 def _head(column: str) -> str:
-    return _HEADS.get(column, column)
+    return NAMES.get(column, column)

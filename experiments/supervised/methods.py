@@ -147,7 +147,7 @@ KINDS: Mapping[str, Kind] = {
     "ksd": Kind(_ksd),
     "ksd-paper": Kind(functools.partial(_ksd, floor=1e-4, paper=True)),
     "ksd-hessian": Kind(functools.partial(_ksd, curvature="hessian")),
-    "ksd-kronecker": Kind(kronecker.ksd),
+    "deep": Kind(kronecker.ksd),
     "kfac": Kind(kronecker.KFAC, scheduled=True),
     "hf": Kind(_hessian_free),
     "hf-hessian": Kind(functools.partial(_hessian_free, curvature="hessian")),

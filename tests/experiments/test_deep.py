@@ -53,7 +53,7 @@ def config(method: str, budget: str, **settings: Any) -> RunConfig:
 
 
 @pytest.mark.parametrize("name", plan.TASKS)
-@pytest.mark.parametrize("method", ["ksd", "ksd-kronecker", "kfac", "adamw"])
+@pytest.mark.parametrize("method", ["ksd", "deep", "kfac", "adamw"])
 def test_every_task_steps(name: str, method: str, tmp_path: Path) -> None:
     new = name in NEW
     # KSD takes a twentieth of the samples for its curvature: of images there must be some more.

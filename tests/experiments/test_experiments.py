@@ -56,7 +56,7 @@ def config(method: str, budget: str = "30g", **changes: Any) -> RunConfig:
     defaults: dict[str, Any] = {"lr": rates[method], "batch": 20} if method in rates else {}
     if method.startswith("hf"):
         defaults = {"damping": 0.03, "fraction": 0.5}
-    if method == "ksd-kronecker":
+    if method == "deep":
         defaults = {"start": 60}
     elif method.startswith("ksd"):
         defaults = {"fraction": 0.25}  # a twentieth of 240 samples would be 12

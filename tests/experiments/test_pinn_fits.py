@@ -198,7 +198,7 @@ def test_fits_have_tables_of_their_own(tmp_path: Path) -> None:
     assert "fits" not in alone
     for name, error in (("deeponet", 1e-4), ("image64", 0.05), ("regression", 1e-2)):
         fields = error if name == "image64" else None
-        write(tmp_path, name, "ksd-rational", error, fields=fields)
+        write(tmp_path, name, "flow", error, fields=fields)
         write(tmp_path, name, "soap", 2 * error, fields=fields)
     text = table(tmp_path)
     assert text.startswith(alone.partition("\n\n## Runs")[0])  # the equations have neither rows nor columns of the fits

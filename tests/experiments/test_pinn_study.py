@@ -29,14 +29,14 @@ from tests.experiments.pinn_records import write
     ("arguments", "message"),
     [
         (["run", "burger", "lm"], "There is no problem 'burger'; there are poisson2d"),
-        (["run", "burgers", "sgd"], "There is no method 'sgd'; there are ksd-rational"),
+        (["run", "burgers", "sgd"], "There is no method 'sgd'; there are flow"),
         (["run", "burgers", "lm", "--set", "rate=3"], "lm has no setting 'rate'; it has start"),
         (["run", "burgers", "lm", "--set", "start"], "write --set key=value"),
         (["run", "burgers", "lm", "--seconds", "0"], "--seconds 0: must be above 0"),
         (["study", "burgers", "--methods", "sgd"], "There is no method 'sgd'"),
         (["study", "burgers", "--jobs", "0"], "--jobs 0: must be at least 1"),
         (["ablate", "burgers", "--changes", "luck"], "There is no change 'luck'; there are without-corrections"),
-        (["tune", "sgd"], "sgd has nothing to tune; ksd-krylov"),
+        (["tune", "sgd"], "sgd has nothing to tune; ksd"),
         (["table"], "There are no runs in .*pinn: make them with `python -m experiments pinn study"),
         (["figure"], "There are no runs in"),
     ],
@@ -101,9 +101,21 @@ def test_a_study_runs_what_is_not_finished_and_first_seeds_first(
 
 def test_a_study_of_real_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(study, "TUNED", tmp_path / "tuned.json")
-    arguments = ["pinn", "study", "poisson2d", "--methods", "bfgs", "--seeds", "1", "--seconds", "0.01", "--jobs", "1"]
+    arguments = [
+        "pinn",
+        "study",
+        "poisson2d",
+        "--methods",
+        "lm",
+        "--seeds",
+        "1",
+        "--seconds",
+        "0.01",
+        "--jobs",
+        "1",
+    ]
     main([*arguments, "--results", str(tmp_path)])
-    path = tmp_path / "pinn" / "poisson2d" / "3x32" / "bfgs-0.01s-seed0.jsonl"
+    path = tmp_path / "pinn" / "poisson2d" / "3x32" / "lm-0.01s-seed0.jsonl"
     header = json.loads(path.read_text().splitlines()[0])
     assert (header["threads"], header["clock"], header["settings"]) == (1, "cpu", {})
     monkeypatch.setattr("subprocess.Popen", None)  # nothing is started again
@@ -177,17 +189,17 @@ def test_ablations_take_a_part_away_for_the_run_and_no_longer(tmp_path: Path, mo
     commands = {change: " ".join(task.command) for change, task in zip(CHANGES, started, strict=True)}
     assert "without=corrections" in commands["without-corrections"]
     assert "rows=1600" in commands["rows-1600"]
-    assert "--dtype float32" in commands["ksd-rational-float32"]
-    assert "--resample 10" in commands["ksd-rational-resample10"]
+    assert "--dtype float32" in commands["flow-float32"]
+    assert "--resample 10" in commands["flow-resample10"]
     assert "--resample" not in commands["without-corrections"]
     for part, (name, constants, value) in PARTS.items():
         module, names = importlib.import_module(name), constants.split()
         usual = [getattr(module, constant) for constant in names]
         assert value not in usual
-        steps = METHODS["ksd-rational"](make_problem("poisson2d", seed=0, points=60), seed=0, without=part)
+        steps = METHODS["flow"](make_problem("poisson2d", seed=0, points=60), seed=0, without=part)
         assert math.isfinite(next(steps))
         assert [getattr(module, constant) for constant in names] == [value] * len(names)
         steps.close()  # type: ignore[attr-defined]
         assert [getattr(module, constant) for constant in names] == usual
     with pytest.raises(ValueError, match="no part 'luck'"):
-        next(METHODS["ksd-rational"](make_problem("poisson2d", seed=0, points=60), seed=0, without="luck"))
+        next(METHODS["flow"](make_problem("poisson2d", seed=0, points=60), seed=0, without="luck"))

@@ -42,7 +42,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Three seeds of three methods on two problems, on a third two methods; a diverged seed, an ablation."""
     folder = tmp_path_factory.mktemp("results")
     for seed, factor in enumerate((1.0, 4.0, 0.5)):
-        write(folder, "poisson2d", "ksd-rational", 1e-4 * factor, seed=seed, fields=1e-4 if seed == 0 else None)
+        write(folder, "poisson2d", "flow", 1e-4 * factor, seed=seed, fields=1e-4 if seed == 0 else None)
         write(
             folder,
             "poisson2d",
@@ -53,38 +53,38 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
             fields=2e-3 if seed == 0 else None,
         )
         write(folder, "poisson2d", "soap", 1e-2, seed=seed, loss=1e-12, fields=1e-2 if seed == 0 else None)
-        write(folder, "burgers", "ksd-rational", 1e-2 * factor, seed=seed)
+        write(folder, "burgers", "flow", 1e-2 * factor, seed=seed)
         write(
             folder, "burgers", "lm", 1e-3, seed=seed, end="diverged" if seed == 1 else "stopped", settings={"start": 1}
         )
         write(folder, "burgers", "soap", 1e-1, seed=seed, settings={"lr": seed})
-    write(folder, "wave", "ksd-rational", 0.5)
+    write(folder, "wave", "flow", 0.5)
     write(folder, "wave", "lm", 0.25, settings={"start": 1})
-    write(folder, "wave", "ksd-rational", 1e-9, label="ksd-rational-rows800-60s")
+    write(folder, "wave", "flow", 1e-9, label="flow-rows800-60s")
     write(folder, "wave", "lm", 0.125, seconds=300.0)
     return folder
 
 
 def test_changes_are_compared_with_the_same_seeds(tmp_path: Path) -> None:
     for seed, error in enumerate((1e-4, 1e-3)):
-        write(tmp_path, "poisson2d", "ksd-rational", error, seed=seed)
-        write(tmp_path, "wave", "ksd-rational", 10 * error, seed=seed)
-        write(tmp_path, "wave", "ksd-rational", 20 * 4**seed * error, seed=seed, label="without-corrections-60s")
-    write(tmp_path, "poisson2d", "ksd-rational", 4e-4, label="without-corrections-60s")
-    write(tmp_path, "wave", "ksd-rational", 5e-4, label="rows-800-60s")
-    write(tmp_path, "wave", "ksd-rational", 5e-4, seed=7, label="rows-100-60s")  # the flow as it is lacks that seed
+        write(tmp_path, "poisson2d", "flow", error, seed=seed)
+        write(tmp_path, "wave", "flow", 10 * error, seed=seed)
+        write(tmp_path, "wave", "flow", 20 * 4**seed * error, seed=seed, label="without-corrections-60s")
+    write(tmp_path, "poisson2d", "flow", 4e-4, label="without-corrections-60s")
+    write(tmp_path, "wave", "flow", 5e-4, label="rows-800-60s")
+    write(tmp_path, "wave", "flow", 5e-4, seed=7, label="rows-100-60s")  # the flow as it is lacks that seed
     found = rows(table(tmp_path), "GaussNewtonFlow changed in one thing")
     assert found["60 s without-corrections"] == ["4", "4 [2, 8]"]
     assert found["60 s rows-800"] == ["–", "0.5"]
     assert found["60 s rows-100"] == ["–", "–"]
-    assert "changed" not in table(tmp_path, ["ksd-rational"])
+    assert "changed" not in table(tmp_path, ["flow"])
 
 
 def test_float32_is_compared_with_adam_and_with_float64(tmp_path: Path) -> None:
-    write(tmp_path, "kdv", "ksd-rational", 1e-6)
-    write(tmp_path, "kdv", "ksd-rational", 1e-4, label="ksd-rational-float32-60s")
+    write(tmp_path, "kdv", "flow", 1e-6)
+    write(tmp_path, "kdv", "flow", 1e-4, label="flow-float32-60s")
     write(tmp_path, "kdv", "adam-lbfgs", 1e-2, label="adam-lbfgs-float32-60s")
-    write(tmp_path, "fisher", "ksd-rational", 1e-3, label="ksd-rational-float32-60s")  # without the rival
+    write(tmp_path, "fisher", "flow", 1e-3, label="flow-float32-60s")  # without the rival
     text = table(tmp_path)
     assert rows(text, "float32")["3x32, 60 s kdv"] == ["**1.0e-4**", "1.0e-2", "1.0e-6"]
     assert "100 in the geometric mean" in text
@@ -93,15 +93,15 @@ def test_float32_is_compared_with_adam_and_with_float64(tmp_path: Path) -> None:
 
 
 def test_the_longest_runs_have_any_number_of_points(tmp_path: Path) -> None:
-    write(tmp_path, "wave", "ksd-rational", 1e-6)
-    write(tmp_path, "wave", "ksd-rational", 1e-9, seconds=900.0, third=300.0, label="ksd-rational-points12000-900s")
+    write(tmp_path, "wave", "flow", 1e-6)
+    write(tmp_path, "wave", "flow", 1e-9, seconds=900.0, third=300.0, label="flow-points12000-900s")
     found = rows(table(tmp_path), "A quarter of an hour")
     assert found["wave"][-2:] == ["1.0e-6", "1.0e-9"]
 
 
 def test_runs_that_are_listed_are_left_out_unless_named(tmp_path: Path) -> None:
     for seed in (0, 1):
-        write(tmp_path, "wave", "ksd-rational", 1e-6, seed=seed)
+        write(tmp_path, "wave", "flow", 1e-6, seed=seed)
         write(tmp_path, "wave", "lm", 10.0**-seed, seed=seed)
     write(tmp_path, "wave", "soap", 1e-2)
     listed = [{"why": "other hours", "label": ["lm-60s"], "seed": [1, 2]}, {"label": ["soap-60s"], "problem": ["wave"]}]
@@ -115,35 +115,35 @@ def test_runs_that_are_listed_are_left_out_unless_named(tmp_path: Path) -> None:
 
 def test_ratios_are_of_seeds_that_both_have(tmp_path: Path) -> None:
     for seed, error in enumerate((1e-6, 1e-6, 1e-3)):
-        write(tmp_path, "wave", "ksd-rational", error, seed=seed)
+        write(tmp_path, "wave", "flow", error, seed=seed)
     write(tmp_path, "wave", "lm", 1e-2, seed=2)
     write(tmp_path, "wave", "soap", 1e-2, seed=0)
-    write(tmp_path, "wave", "nncg", 1e-2, seed=3)
-    write(tmp_path, "wave", "ksd-rational", 1e-2, seconds=30.0)  # for ablations
+    write(tmp_path, "wave", "spring", 1e-2, seed=3)
+    write(tmp_path, "wave", "flow", 1e-2, seconds=30.0)  # for ablations
     text = table(tmp_path)
     found = rows(text, "Error: 3x32, 60 s")
     ratios = dict(zip(found["problem"], found["ratio to GaussNewtonFlow"], strict=True))
-    assert (ratios["LM"], ratios["SOAP"], ratios["NNCG"]) == ("10", "10,000", "–")
+    assert (ratios["LM"], ratios["SOAP"], ratios["SPRING"]) == ("10", "10,000", "–")
     assert "30 s" not in text.replace(" 30 s |", "")
 
 
 def test_longer_runs_stand_in_for_shorter_ones(tmp_path: Path) -> None:
     """Points are at 0, 1, 60.5 and 300 s, errors e^(2/3) at the third."""
-    for method in ("ksd-rational", "lm", "soap"):
+    for method in ("flow", "lm", "soap"):
         write(tmp_path, "wave", method, 1e-2)
         write(tmp_path, "burgers", method, 1e-3, seconds=300.0, third=60.5, fields=1e-3)
-    write(tmp_path, "burgers", "nncg", 1e-3, seconds=300.0, third=60.5)  # has no runs of a minute
+    write(tmp_path, "burgers", "spring", 1e-3, seconds=300.0, third=60.5)  # has no runs of a minute
     write(tmp_path, "wave", "lm", 1e-9, seconds=300.0, third=60.5)  # has one on this problem
     write(tmp_path, "burgers", "lm", 1e-6, seed=1, seconds=300.0, third=60.5)
     write(tmp_path, "wave", "lm", 1e-2, seconds=1.0, third=0.5)  # no run is evaluated on purpose at a second
     second, minute, longest = read_groups(tmp_path, PROBLEMS, list(NAMES))
     assert set(second.runs) == {"wave"}
-    assert list(minute.columns) == ["ksd-rational", "lm", "soap"]
+    assert list(minute.columns) == ["flow", "lm", "soap"]
     assert [run.final.error for run in minute.runs["wave"]["lm"]] == [1e-2]
     runs = minute.runs["burgers"]
     assert "soap" not in runs  # its learning rate goes by the budget
-    (ours,) = runs["ksd-rational"]
-    assert (ours.label, ours.seconds, ours.end, ours.spent) == ("ksd-rational-60s", 60, "budget", 60.5)
+    (ours,) = runs["flow"]
+    assert (ours.label, ours.seconds, ours.end, ours.spent) == ("flow-60s", 60, "budget", 60.5)
     assert ours.final == ours.points[-1]
     assert ours.final.error == pytest.approx(1e-2)
     assert not fields(ours).exists()  # those are of the end
@@ -165,7 +165,7 @@ def test_what_a_run_was_before_is_known_near_its_points_alone(tmp_path: Path) ->
 
 def test_ratios_over_time_are_those_of_the_points_until_then(tmp_path: Path) -> None:
     """Points are at 0, 1, 20 and 60 s, errors e^(1/3) at 1 s and e^(2/3) at 20 s."""
-    write(tmp_path, "wave", "ksd-rational", 1e-6, third=20.0)
+    write(tmp_path, "wave", "flow", 1e-6, third=20.0)
     write(tmp_path, "wave", "lm", 1e-3, third=20.0)
     found = rows(table(tmp_path), "Ratios over time")
     assert found["comparison method"] == ["15 s", "30 s", "60 s", "150 s", "300 s", "900 s"]
@@ -209,8 +209,8 @@ def test_tables_of_losses_and_runs(results: Path) -> None:
     assert setup["3x32, 60 s LM"] == ["start=1", "0 1 2", "7", "3 – 3", "2 stopped, 1 diverged"]
     assert setup["3x32, 60 s SOAP"][0] == "– ◊ lr=0 ◊ lr=1 ◊ lr=2"
     assert rows(text, "Error: 3x32, 300 s")["wave"] == ["1.2e-1"]
-    only = rows(table(results, ["lm", "ksd-rational-rows800"]), "Error: 3x32, 60 s")
-    assert only["problem"] == ["LM", "ksd-rational-rows800"]
+    only = rows(table(results, ["lm", "flow-rows800"]), "Error: 3x32, 60 s")
+    assert only["problem"] == ["LM", "flow-rows800"]
     assert only["wave"] == ["2.5e-1", "**1.0e-9**"]
 
 
@@ -244,17 +244,17 @@ def test_tables_of_packed_runs_are_the_same(results: Path, tmp_path: Path, capsy
 
 def test_an_exact_curve_is_at_the_points_of_all_seeds(results: Path) -> None:
     group = read_groups(results, PROBLEMS, list(NAMES))[0]
-    curve = series(group.runs["poisson2d"]["ksd-rational"], "seconds", "error", exact=True)
+    curve = series(group.runs["poisson2d"]["flow"], "seconds", "error", exact=True)
     assert curve is not None
     assert curve.times == (1.0, 8.0, 60.0)
     assert curve.middle == pytest.approx([1e-4 ** (1 / 3), 1e-4 ** (2 / 3), 1e-4])
 
 
 def test_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    for method in ("ksd-rational", "soap", "nncg"):
+    for method in ("flow", "soap", "spring"):
         for problem in ("kdv", "burgers01", "wave"):
             write(tmp_path, problem, method, 1e-3)
-    write(tmp_path, "kdv", "nncg", 1e-3, seconds=300.0)
+    write(tmp_path, "kdv", "spring", 1e-3, seconds=300.0)
     said = words(monkeypatch)
     main(["pinn", "figure", "--results", str(tmp_path), "--out", str(tmp_path)])
     names = [Path(line).name for line in capsys.readouterr().out.splitlines()]
@@ -265,16 +265,16 @@ def test_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -
     assert "Korteweg–de Vries" in said["pinn.png"] - said["readme.png"]  # three equations are enough there
     assert "SOAP" in said["pinn.png"] - said["readme.png"]
     # No method without a look, and none of the equations that constants are chosen on.
-    assert not any(word in text for texts in said.values() for text in texts for word in ("NNCG", "wave"))
+    assert not any(word in text for texts in said.values() for text in texts for word in ("SPRING", "wave"))
 
 
 def test_the_best_rival_of_each_problem(tmp_path: Path) -> None:
     """Points are at 0, 1, 20 and 60 s, errors e^(1/3) at 1 s and e^(2/3) at 20 s."""
     for problem, base, lm in (("kdv", 1e-6, 1e-3), ("fisher", 1e-6, 1e-7), ("wave", 1e-9, 1e-3)):
-        write(tmp_path, problem, "ksd-rational", base, third=20.0)
+        write(tmp_path, problem, "flow", base, third=20.0)
         write(tmp_path, problem, "lm", lm, third=20.0)
     write(tmp_path, "kdv", "soap", 1e-4, third=20.0)
-    write(tmp_path, "fisher", "ksd-rational", 1e-6, seconds=300.0)  # alone: nothing is compared
+    write(tmp_path, "fisher", "flow", 1e-6, seconds=300.0)  # alone: nothing is compared
     text = table(tmp_path)
     found = rows(text, "Best rival ÷ GaussNewtonFlow")
     assert {name: found[name] for name in ("problem", "fisher", "kdv", "geometric mean")} == {

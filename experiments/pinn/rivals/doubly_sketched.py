@@ -13,7 +13,7 @@ The authors' program was followed in the lengths tried, interpolation, threshold
 - the weights of the loss terms are not adapted, since the loss of the study is fixed;
 - no steps are made in float32 first;
 - where lengths vanish, their run ends; here it goes on from length 1 with half the target, down to a hundredth;
-- with ``hashes`` 0, m residuals are drawn as for ENGD in place of sums, and no other rows of J are computed.
+- with ``hashes`` 0, m residuals are drawn as for SPRING in place of sums, and no other rows of J are computed.
 """
 
 from __future__ import annotations

@@ -82,18 +82,6 @@ class LeastSquares:
         loss, _ = self._problem.closure()
         return float(loss.detach()), self.parameters.flatten(torch.autograd.grad(loss, self.parameters.params))
 
-    def hessian(self) -> tuple[float, Tensor, Callable[[Tensor], Tensor]]:
-        """f, g, and products by the Hessian from one graph, which lives as long as they do."""
-        params = self.parameters.params
-        loss, _ = self._problem.closure()
-        gradients = torch.autograd.grad(loss, params, create_graph=True)
-
-        def product(v: Tensor) -> Tensor:
-            parts = self.parameters.unflatten(v)
-            return self.parameters.flatten(torch.autograd.grad(gradients, params, parts, retain_graph=True))
-
-        return float(loss.detach()), self.parameters.flatten(gradients), product
-
     def rows(self, count: int, key: Sequence[int] = (0,)) -> tuple[Tensor, Tensor]:
         """J and ρ of about so many residuals, rescaled to stand for all; ``key`` seeds which are drawn."""
         sketcher = self._sketchers.setdefault(count, Sketcher(count))

@@ -1,12 +1,10 @@
-"""Natural gradients in sample space, on all residuals or on draws of them, with or without momentum.
+"""SPRING, a natural gradient in sample space on draws of the residuals, with momentum.
 
-ENGD is of Müller & Zeinhofer 2023, SPRING of Goldshlager et al. 2024; both as Guzmán-Cordero et al. 2025 (arXiv
-2505.12149) use them for PINNs.
+It is of Goldshlager et al. 2024, as Guzmán-Cordero et al. 2025 (arXiv 2505.12149) use it for PINNs.
 
 Letters: J [m, n] and ρ [m] of m residuals, λ damping, φ [n] direction, μ momentum, η step size.
-ENGD:   φ = (JᵀJ + λ)⁻¹Jᵀρ = Jᵀ(JJᵀ + λ)⁻¹ρ on all residuals; θ ← θ − ηφ, η by a search over halvings of 1.
-SPRING: φ ← μφ + Jᵀ(JJᵀ + λ)⁻¹(ρ − μJφ) on residuals drawn anew each time; θ ← θ − ηφ/√(1 − μ²ᵏ) at iteration k.
-Either with a fixed η too, as their authors run them: a step then costs what its batch costs.
+φ ← μφ + Jᵀ(JJᵀ + λ)⁻¹(ρ − μJφ) on residuals drawn anew each time; θ ← θ − ηφ/√(1 − μ²ᵏ) at iteration k, η by a search
+over halvings of 1. With a fixed η, as its authors run it, a step costs what its batch costs.
 """
 
 from __future__ import annotations
@@ -21,13 +19,6 @@ from experiments.pinn.rivals.damped import DampedSystem, best_halving
 from experiments.pinn.rivals.least_squares import ALL, LeastSquares, Trainable
 
 _PATIENCE = 20  # draws of rows in a row from which no step comes
-
-
-def engd(
-    problem: Trainable, *, seed: int, damping: float = 1e-2, rows: int = ALL, lr: float | None = None
-) -> Iterator[float]:
-    """SPRING without momentum: on all residuals, or on ``rows`` of them."""
-    return spring(problem, seed=seed, damping=damping, momentum=0.0, rows=rows, lr=lr)
 
 
 def spring(

@@ -1,4 +1,4 @@
-"""BFGS and the self-scaled Broyden method with a dense inverse Hessian, after some steps of Adam or none.
+"""The self-scaled Broyden method with a dense inverse Hessian, after some steps of Adam or none.
 
 Letters: H [n, n] inverse Hessian, g gradient, s = −αHg step, y change of the gradient, w = Hy, q = yᵀw, r = yᵀs.
 
@@ -38,9 +38,6 @@ class Family(NamedTuple):
     phi: float
 
 
-BFGS = Family(1.0, 1.0)
-
-
 def self_scaled(b: float, h: float, n: int, *, first: bool) -> Family:
     """τ and φ of SSBroyden."""
     a = max(b * h - 1, 1e-16)  # 0 where s and Hy are parallel: the limit is what this gives
@@ -58,9 +55,9 @@ def self_scaled(b: float, h: float, n: int, *, first: bool) -> Family:
 class InverseHessian:
     """H, and the update of the family, in place."""
 
-    def __init__(self, n: int, *, scaled: bool, dtype: torch.dtype = torch.float64) -> None:
+    def __init__(self, n: int, dtype: torch.dtype = torch.float64) -> None:
         self.H = torch.eye(n, dtype=dtype)
-        self._scaled, self._fresh = scaled, True
+        self._fresh = True
 
     def update(self, s: Tensor, y: Tensor, g: Tensor, alpha: float, Hg: Tensor) -> Tensor:
         """H ← H⁺; returns H⁺g⁺.
@@ -75,17 +72,10 @@ class InverseHessian:
         r = float(s @ y)
         if not r > torch.finfo(s.dtype).eps * float(s.norm()) * float(y.norm()):
             return self.H @ (g + y)
-        if self._fresh and not self._scaled:  # N&W 6.20
-            scale = r / float(y @ y)
-            self.H.mul_(scale)
-            Hg = Hg * scale
         Hg_new = self.H @ (g + y)
         w = Hg_new - Hg
         q = float(y @ w)
-        family = BFGS
-        if self._scaled:
-            b = -alpha * float(g @ s) / r
-            family = self_scaled(b, q / r, len(s), first=self._fresh)
+        family = self_scaled(-alpha * float(g @ s) / r, q / r, len(s), first=self._fresh)
         if not (q > 0 and math.isfinite(1 / family.tau)):
             return Hg_new
         self._fresh = False
@@ -118,17 +108,12 @@ class _Lines:
         return self._g
 
 
-def bfgs(problem: Trainable, *, seed: int, adam_steps: int = 0, lr: float = 1e-3) -> Iterator[float]:
-    """BFGS."""
-    return in_turn(adam(problem, adam_steps, lr), _descend(problem, scaled=False))
-
-
 def ssbroyden(problem: Trainable, *, seed: int, adam_steps: int = 0, lr: float = 1e-3) -> Iterator[float]:
     """The self-scaled Broyden method."""
-    return in_turn(adam(problem, adam_steps, lr), _descend(problem, scaled=True))
+    return in_turn(adam(problem, adam_steps, lr), _descend(problem))
 
 
-def _descend(problem: Trainable, *, scaled: bool) -> Iterator[float]:
+def _descend(problem: Trainable) -> Iterator[float]:
     squares = LeastSquares(problem)
     lines, x = _Lines(squares), squares.point()
     f, g = squares.gradient()
@@ -138,7 +123,7 @@ def _descend(problem: Trainable, *, scaled: bool) -> Iterator[float]:
     n, noise = len(x), relative_noise(x.dtype)
     progress = True
     while progress:  # a history that leads nowhere is forgotten; one that never led anywhere ends the run
-        inverse, Hg = InverseHessian(n, scaled=scaled, dtype=x.dtype), g.clone()
+        inverse, Hg = InverseHessian(n, x.dtype), g.clone()
         steps, idle, progress = 0, 0, False
         while idle < _PATIENCE and (slope := -float(g @ Hg)) < 0:
             first = 1.0 if steps else min(1.0, 1 / float(g.abs().sum()))
