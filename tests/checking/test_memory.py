@@ -103,3 +103,16 @@ def test_it_is_a_table() -> None:
 def test_ranks_are_a_number(ranks: Any) -> None:
     with pytest.raises(ValueError, match="must be a whole number"):
         memory_of(KSD(layers(1).parameters()), ranks=ranks)
+
+
+def test_it_leaves_the_model_as_it_was() -> None:
+    model = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 1))
+
+    def closure(x: Any) -> tuple[Tensor, Tensor]:
+        z = model(x)
+        return z.square().mean(), z
+
+    before, generator = {name: x.clone() for name, x in model.state_dict().items()}, torch.get_rng_state()
+    memory_of(KSD(model.parameters()), closure, torch.ones(6, 3))
+    assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), generator)

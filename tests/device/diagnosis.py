@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
-from krylov_descent import KSD, GaussNewtonFlow, check
+from krylov_descent import DEEP, KSD, GaussNewtonFlow, Growing, check
 from krylov_descent.checking.device import Counts
 from krylov_descent.cli import main
 from tests.device import mock
@@ -45,3 +47,19 @@ def test_check_without_float64(device: torch.device) -> None:
             steps = list(method(model.parameters(), weight_decay=1e-4).run(closure, max_steps=4))
             assert steps[-1].loss < steps[0].loss
     assert report.ok, str(report)
+
+
+@pytest.mark.parametrize("width", [300, 1000])  # inverses in float64 once sets hold all samples, or at once
+def test_wide_layers_train_without_float64(device: torch.device, width: int) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, width), torch.nn.Tanh(), torch.nn.Linear(width, 2)).to(device)
+    x = torch.randn(200, 8)
+    optimizer, sets = KSD(model.parameters(), **DEEP), Growing((x, torch.sin(x[:, :2])), seed=0, device=device)
+
+    def closure(batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        r = model(batch[0]) - batch[1]
+        return r.square().mean(), r
+
+    with mock.without_float64():
+        first, second = (optimizer.step(closure, sets).loss for _ in range(2))
+    assert second < first

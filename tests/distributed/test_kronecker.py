@@ -122,6 +122,25 @@ def test_memory_of_factors_falls_with_ranks(pool: Pool) -> None:
             assert figure == pytest.approx(factors, rel=0.02)
 
 
+def of_a_linear_loss(group: Any) -> float:
+    """The loss of the second step; the loss says nothing about the curvature of a matrix outside of layers."""
+    torch.manual_seed(0)
+    w, x = nn.Parameter(torch.randn(4, 3)), torch.randn(20, 4)
+
+    def closure() -> tuple[Tensor, Tensor]:
+        z = (x @ w).tanh()
+        return z.mean(), z
+
+    optimizer = KSD([w], preconditioner="kronecker", process_group=group)
+    optimizer.step(closure)
+    return float(optimizer.step(closure).loss)
+
+
+def test_ranks_go_without_factors_where_one_process_does(pool: Pool) -> None:
+    one = of_a_linear_loss(None)
+    assert pool.run(2, of_a_linear_loss) == [pytest.approx(one, rel=1e-4)] * 2
+
+
 def test_owners_share_the_largest_first() -> None:
     params = [torch.ones(n, n) for n in (9, 3, 8, 7, 2)] + [torch.ones(4)]
     assert owners(params, 1) == [0] * 6

@@ -51,3 +51,31 @@ def test_the_flow_gathers_what_successive_sketches_say() -> None:
         errors.append(float((phi - whole).norm() / whole.norm()))
     assert errors[0] > 0.5
     assert errors[-1] < 1e-2
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(F64, 1e-4), (torch.float32, 1e-3)])
+@pytest.mark.parametrize("m", [30, 300])  # fewer rows than parameters, and more
+def test_damped_steps_are_accurate_for_small_dampings(m: int, dtype: torch.dtype, tolerance: float) -> None:
+    """−(JᵀJ + λ)⁻¹g is short where J is large: a difference of long vectors would lose it."""
+    torch.manual_seed(0)
+    r = min(m, 100)
+    s = torch.logspace(0, -9 if dtype == F64 else -3, r, dtype=F64)
+    U, V = (torch.linalg.qr(torch.randn(n, r, dtype=F64)).Q for n in (m, 100))
+    J = (U @ (s[:, None] * V.T)).to(dtype)
+    g = (V @ torch.randn(r, dtype=F64)).to(dtype)
+    sketch = Factored(J, SingleProcess())
+    for relative in (1.1e-11, 1e-9, 1e-7) if dtype == F64 else (1e-7,):
+        lam = relative * sketch.trace
+        _, s_J, Vh = torch.linalg.svd(J.double(), full_matrices=True)
+        curvature = torch.cat([s_J.square(), torch.zeros(100 - len(s_J), dtype=F64)])
+        expected = -Vh.T @ ((Vh @ g.double()) / (curvature + lam))
+        found = damped_step(sketch, g, lam).double()
+        assert float((found - expected).norm() / expected.norm()) < tolerance
+
+
+def test_only_the_last_factors_are_kept() -> None:
+    torch.manual_seed(0)
+    sketch = Factored(torch.randn(30, 10, dtype=F64), SingleProcess())
+    for lam in (1e-14, 1e-13, 1e-3):
+        damped_step(sketch, torch.ones(10, dtype=F64), lam)
+    assert list(sketch._damped) == [1e-3]

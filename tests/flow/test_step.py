@@ -258,6 +258,8 @@ def test_what_is_carried_is_bounded_however_long_a_run_fails() -> None:
     assert low.lm_damping == pytest.approx(2e-12)
     for trace in (0.0, math.inf, math.nan):
         assert all(math.isfinite(x) for x in vars(_bounded(trace, 0.125, 1e-18, None)).values())
+        known = Adaptation(1.0, 0.125, 0.0, 1.0, 0.1, 900)
+        assert _bounded(trace, 0.125, 1e-18, known) == known
 
 
 def test_on_a_linear_fit_each_step_is_as_long_as_allowed() -> None:

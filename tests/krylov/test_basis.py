@@ -195,3 +195,16 @@ def test_one_krylov_vector_without_a_finite_curvature_is_left_to_products() -> N
     )
     assert nothing is None
     assert shortest_basis(lambda V: H, lambda w: w * 0, g, [d_prev], V, SingleProcess()) is None
+
+
+@pytest.mark.parametrize("storage", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("rank", [2, 5])
+def test_rows_in_a_lower_precision_are_orthonormal_in_that(storage: torch.dtype, rank: int) -> None:
+    """H has few eigenvectors: after them only rounding is left of a Krylov vector, that of the rows as stored."""
+    torch.manual_seed(rank)
+    U = torch.linalg.qr(torch.randn(300, rank, dtype=torch.float64)).Q
+    H, g = (U * torch.logspace(0, 2, rank, dtype=torch.float64)) @ U.T, torch.randn(300, dtype=torch.float64)
+    V = BasisStorage(11, g, storage)
+    subspace = krylov_basis(lambda v: H @ v, lambda w: w.clone(), g, None, 10, V, SingleProcess())
+    assert rank < subspace.krylov_dim < 10
+    assert subspace.orthogonality_error < 8 * torch.finfo(storage).eps

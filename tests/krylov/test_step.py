@@ -434,6 +434,21 @@ def test_state_that_lies_in_one_piece_is_read_without_a_copy() -> None:
     assert torch.equal(vector.joined([p.flip(0) for p in parts]), vector.flatten([p.flip(0) for p in parts]))
 
 
+def test_anomaly_detection_goes_with_trials_that_are_not_finite() -> None:
+    """Their backward passes would raise."""
+    t = torch.linspace(0, 1, 20, dtype=torch.float64)
+    w = torch.nn.Parameter(torch.tensor([2.0, 2.0], dtype=torch.float64))
+
+    def closure() -> tuple[Tensor, Tensor]:
+        r = torch.log(w[0] + w[1] * t) + 6
+        return r.square().mean(), r
+
+    optimizer = KSD([w])
+    with torch.autograd.set_detect_anomaly(True):
+        losses = [optimizer.step(closure).loss for _ in range(5)]
+    assert losses[-1] < 1e-10 < losses[0]
+
+
 def test_a_trial_that_is_not_finite_costs_one_micro_batch() -> None:
     w = nn.Parameter(torch.zeros(2, dtype=torch.float64))
     seen = []

@@ -21,7 +21,7 @@ from krylov_descent.objective.closure import BackwardWatch, Evaluation, require_
 from krylov_descent.objective.consistency import bypass, bypass_text, in_training, inconsistencies
 from krylov_descent.objective.precision import REMEDY, reduced
 from krylov_descent.safety.footprint import Footprint
-from krylov_descent.vectors.float64 import wide
+from krylov_descent.vectors.devices import wide
 
 _DTYPE = re.compile(
     r"dtype|scalar type|not implemented for '|should be the same|can't be cast|must be of floating", re.IGNORECASE

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from krylov_descent.base import CurvatureOptimizer, whole
 from krylov_descent.checking.finding import bytes_in_words
+from krylov_descent.checking.restore import as_found
 from krylov_descent.distributed import SingleProcess
 from krylov_descent.samples.interface import Microbatch
 
@@ -61,7 +62,7 @@ def memory_of(
 
     Args:
         optimizer: KSD or GaussNewtonFlow, made as for the run, with parameters on any device and without ranks.
-        closure: as for ``step``; called once, on the parameters' device.
+        closure: as for ``step``; called on the parameters' device. The model is unchanged afterwards.
         batch: the closure's argument, as large as B of one rank; None for a closure without one.
         ranks: R.
 
@@ -80,9 +81,10 @@ def memory_of(
     if whole("ranks", ranks) < 1:
         raise ValueError(f"ranks={ranks}: must be a whole number ≥ 1.")
     parameters = optimizer._parameters()
-    objective = optimizer._objective(closure or dict, batch if closure else None, parameters)  # dict is not called
-    objective.comm = _Planned(ranks)
-    with torch.enable_grad():
+    with as_found(None, parameters.params) as seen, torch.enable_grad():
+        # dict is not called.
+        objective = optimizer._objective(closure or dict, batch if closure else None, parameters, seen)
+        objective.comm = _Planned(ranks)
         phases = optimizer._phases(objective, None if closure is None else Microbatch(batch, None))
     phase = max(phases, key=lambda phase: sum(phases[phase].values()))
     return MemoryReport(ranks, phase, phases[phase])

@@ -22,7 +22,7 @@ from krylov_descent.safety.footprint import Footprint
 from krylov_descent.samples.given import policy_of
 from krylov_descent.samples.interface import FullBatch, Microbatch, StepSets
 from krylov_descent.samples.subsets import Stream, Subsets
-from krylov_descent.vectors.float64 import wide
+from krylov_descent.vectors.devices import wide
 
 _NOT_THE_USERS = (
     str(Path(str(torch.__file__)).parent),

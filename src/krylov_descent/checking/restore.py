@@ -30,7 +30,7 @@ def as_found(model: nn.Module | None, params: Sequence[Tensor]) -> Iterator[Foot
         buffers.restore_buffers()
         for x, data, before in values:
             x.data = data
-            if not torch.equal(data, before):
+            if not (data.is_meta or torch.equal(data, before)):
                 data.copy_(before)
         for p, requires_grad, gradient in flags:
             p.requires_grad_(requires_grad)

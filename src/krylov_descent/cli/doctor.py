@@ -59,7 +59,9 @@ def _device(name: str | None) -> torch.device:
     """Return a device on which torch can make a tensor, with its number."""
     found = name or torch.accelerator.current_accelerator(check_available=True) or "cpu"
     try:
-        return torch.zeros(1, device=found).device
+        device = torch.zeros(1, device=found).device
+        torch.get_device_module(device)
+        return device
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise UsageError(
             f"torch cannot use the device {str(found)!r}: {first_line(error)}",

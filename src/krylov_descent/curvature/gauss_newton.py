@@ -16,7 +16,7 @@ from torch import Tensor
 from krylov_descent.curvature.interface import MicrobatchGraph
 from krylov_descent.curvature.linearise import Linearisation
 from krylov_descent.objective.closure import Evaluation, require_outputs
-from krylov_descent.vectors.float64 import summed
+from krylov_descent.vectors.devices import summed
 
 
 class GaussNewtonGraph(MicrobatchGraph):

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from krylov_descent.objective.closure import Evaluation, row_scaled
-from krylov_descent.vectors.float64 import wide
+from krylov_descent.vectors.devices import sent, wide
 from krylov_descent.vectors.products import numbers_of
 
 _BLOCK = 64  # the largest number of outputs of a row for which a dense block is formed
@@ -193,12 +193,12 @@ def _unit(z: Tensor, j: int) -> Tensor:
 def _magnitudes(z: Tensor) -> Tensor:
     """Return entries that are all different: equal entries of coupled outputs would hide the coupling."""
     numbers = torch.arange(1, z.numel() + 1, dtype=torch.float64, device="cpu")
-    return numbers.cos_().div_(2).add_(1.5).to(z.device, z.dtype, non_blocking=True).view_as(z)
+    return sent(numbers.cos_().div_(2).add_(1.5), z.device, z.dtype).view_as(z)
 
 
 def _signs(z: Tensor, generator: torch.Generator) -> Tensor:
     s = torch.randint(0, 2, z.shape, generator=generator, device="cpu").mul_(2).sub_(1)
-    return s.to(z.device, z.dtype, non_blocking=True)
+    return sent(s, z.device, z.dtype)
 
 
 _BITS = 32  # signs from one hash
@@ -235,7 +235,7 @@ def keyed_signs(key: Sequence[int], position: int, z: Tensor) -> Tensor:
     row = torch.arange(position, position + rows, device="cpu")[:, None]
     hashed = _mixed(_mixed(row * _ODD[0] + _seed(key)) + torch.arange(1, groups + 1, device="cpu") * _ODD[0])
     bits = (hashed[:, :, None] >> torch.arange(_BITS, device="cpu")) & 1
-    signs = bits.reshape(rows, -1)[:, :c].to(z.device, z.dtype, non_blocking=True)
+    signs = sent(bits.reshape(rows, -1)[:, :c], z.device, z.dtype)
     return signs.mul_(2).sub_(1).reshape(z.shape)
 
 
@@ -256,7 +256,7 @@ def _root(z: Tensor, delta: Tensor, s: Tensor, generator: torch.Generator) -> Te
     # All entries differ: equal signs in a row would not test it. Computed in float64, as half precision has too few
     # distinct numbers.
     v = torch.arange(1, z.numel() + 1, dtype=torch.float64, device="cpu").cos_()
-    v = v.to(z.device, z.dtype, non_blocking=True).view_as(z)
+    v = sent(v, z.device, z.dtype).view_as(z)
     diagonal, probed = _product(z, delta, torch.ones_like(z)), _product(z, delta, v)
     if _close(probed, diagonal * v):
         return diagonal.clamp(min=0).sqrt_().mul_(s)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from krylov_descent.distributed import Comm, stacked
-from krylov_descent.vectors.float64 import wide
+from krylov_descent.vectors.devices import wide
 from krylov_descent.vectors.products import numbers_of
 
 _RESOLVED = 1e-11  # λ relative to the trace, from which the rounding of a Gram matrix is small beside λ
@@ -42,8 +42,11 @@ class Factored:
 
     def solved(self, x: Tensor, lam: float) -> Tensor:
         """Return Jᵀ(K + λ)⁻¹x = argmin ‖Jφ − x‖² + λ‖φ‖² [P]."""
+        return self._solved(wide(x), lam).to(self._J)
+
+    def _solved(self, x: Tensor, lam: float) -> Tensor:
         solve = self._by_columns if self._tall else self._by_rows
-        return solve(lam, wide(x)[:, None])[:, 0].to(self._J)
+        return solve(lam, x[:, None])[:, 0]
 
     def _by_rows(self, lam: float, x: Tensor) -> Tensor:
         """Use K + λ = SᵀS."""
@@ -61,6 +64,7 @@ class Factored:
     def _factors(self, lam: float) -> tuple[Tensor, Tensor | None]:
         """Return S with SᵀS = K + λ or JᵀJ + λ, and for the latter by QR Q of [J; √λI] = QS."""
         if lam not in self._damped:
+            self._damped.clear()  # of the λ tried, one is used again: the step's
             if lam >= _RESOLVED * self.trace:
                 damped = self._gram + lam * _identity(self._gram)
                 self._damped[lam] = torch.linalg.cholesky_ex(damped, upper=True).L, None
@@ -83,8 +87,15 @@ class Factored:
         return _joined(stacked(self._comm, _triangle(wide(self._J.T))))
 
     def unseen(self, v: Tensor, lam: float) -> Tensor:
-        """Return λ(JᵀJ + λ)⁻¹v = v − Jᵀ(K + λ)⁻¹Jv [P], the part of v without curvature."""
-        return v - self.solved(self.along(v), lam)
+        """Return λ(JᵀJ + λ)⁻¹v = v − Jᵀ(K + λ)⁻¹Jv [P], the part of v without curvature.
+
+        The difference loses digits in which JᵀJ + λ is accurate: it serves where only K + λ is at hand, or Q.
+        """
+        S, Q = self._factors(lam)
+        if self._tall and Q is None:
+            return (lam * _both(S, wide(v)[:, None])[:, 0]).to(v)
+        along = self._comm.sum(wide(self._J) @ wide(v))
+        return (wide(v) - self._solved(along, lam)).to(v)
 
     def along(self, v: Tensor) -> Tensor:
         """Return Jv [m]."""

@@ -22,6 +22,7 @@ from krylov_descent.flow.owners import Colour, Owners, Slots, same_points
 from krylov_descent.flow.taps import Left, Taps
 from krylov_descent.layers.verify import COARSE, due, tolerance
 from krylov_descent.objective.objective import PROBE, Objective
+from krylov_descent.vectors.devices import sent
 from krylov_descent.vectors.products import numbers_of
 
 _CHUNK = 64  # batched backward passes, one for each row
@@ -50,7 +51,7 @@ def write_rows(taps: Taps, z: Tensor, colours: Sequence[Colour], S: Tensor, u: T
             continue
         cotangent = torch.zeros_like(z)
         mine = member.nonzero()[:, 0]
-        at, chosen = (x.to(z.device, non_blocking=True) for x in (S[mine], mine))
+        at, chosen = (sent(x, z.device) for x in (S[mine], mine))
         cotangent[at] = u[chosen]
         passes += 1
         missed += _add_rows(taps, taps.record(z, cotangent), colour, S, member, views)
@@ -61,7 +62,7 @@ def write_rows(taps: Taps, z: Tensor, colours: Sequence[Colour], S: Tensor, u: T
         for view, row in zip(into, _batched(W, params, rows.to(W.dtype)), strict=True):
             if row is not None:
                 view += row
-    zs = z[S.to(z.device, non_blocking=True)]
+    zs = z[sent(S, z.device)]
     if outside := _outside(taps, zs, len(into)):
         try:
             _write_columns(zs, u, [taps.weights[i] for i in outside], [into[i] for i in outside])

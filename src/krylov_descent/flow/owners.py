@@ -13,7 +13,7 @@ from torch import Tensor
 
 from krylov_descent.flow.taps import Left, Taps
 from krylov_descent.layers.verify import tolerance
-from krylov_descent.vectors.float64 import wide
+from krylov_descent.vectors.devices import sent, wide
 
 _COLOURS = 8  # most backward passes for the rows of one output
 _PARTS = 4 * _COLOURS  # most parts into which rows are split to find them
@@ -129,7 +129,7 @@ class Slots:
         self._even = len(at) == self._width * len(slots)
         rank = torch.arange(len(slot), device="cpu") - (counts.cumsum(0) - counts)[which]
         beside = ((owner == n).nonzero()[:, 0], at[order], slots, *(() if self._even else (which, rank)))
-        self._none, self._at, self.slots, *self._places = [x.to(device, non_blocking=True) for x in beside]
+        self._none, self._at, self.slots, *self._places = [sent(x, device) for x in beside]
 
     def of(self, x: Tensor) -> Tensor:
         """Return the rows of x [R, c], as [k, width, c]."""

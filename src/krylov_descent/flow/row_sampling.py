@@ -24,7 +24,7 @@ from krylov_descent.flow.taps import Taps
 from krylov_descent.objective.closure import Evaluation, require_attached, require_outputs
 from krylov_descent.objective.objective import FORWARD, Objective
 from krylov_descent.samples.subsets import Microbatch
-from krylov_descent.vectors.float64 import wide
+from krylov_descent.vectors.devices import sent, wide
 
 _LARGE = 4  # size relative to the mean, above which a row is drawn more often than others
 
@@ -118,7 +118,7 @@ def choose(
     for key, s in most.items():
         chance = chances(summed[key], s)
         S = systematic(chance, s, generator)
-        drawn[key] = Chosen(S.to(device, non_blocking=True), S, chance[S])
+        drawn[key] = Chosen(sent(S, device), S, chance[S])
     return [drawn[key] for key in alike]
 
 
@@ -248,7 +248,7 @@ class BatchRows:
                 continue
             S = drawn.rows
             whole &= len(S) == z.shape[0] and len(roots.u) in (0, math.prod(z.shape[1:]))
-            scale = drawn.chance.rsqrt().to(roots.rho.device, roots.rho.dtype, non_blocking=True)
+            scale = sent(drawn.chance.rsqrt(), roots.rho.device, roots.rho.dtype)
             u = roots.u * scale.reshape(1, -1, *(1,) * (roots.u.ndim - 2)).to(roots.u.dtype)
             if len(u):
                 found.append((Wanted(i, z, S, drawn.known, u, evaluation.samples), roots.rho * scale))

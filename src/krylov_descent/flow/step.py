@@ -309,7 +309,7 @@ def descend_line(
 def _bounded(trace: float, longest: float, least: float, known: Adaptation | None) -> Adaptation:
     """Return the adaptation with its dampings bounded relative to the trace, and its fraction by ``longest``."""
     if not 0 < trace < math.inf:
-        return Adaptation(1.0, _LONGEST, 0.0, 1.0)
+        return Adaptation(1.0, _LONGEST, 0.0, 1.0) if known is None else known
     if known is None:
         return Adaptation(_FIRST * trace, min(0.5, longest), 0.0, _FIRST_DAMPED * trace)
     damping = min(max(known.flow_damping, least * trace), _MOST * trace)

@@ -189,8 +189,8 @@ class _Basis:
         if (correction := float(again @ again)) > (_AGAIN * eps) ** 2 * remaining:
             V.subtract(rest[:-1], x)  # lines 10-13 again
             remaining -= correction
-        # A remainder shorter than this is rounding error of the projections.
-        if not remaining > eps**1.5 * square:
+        # A remainder shorter than this is rounding error of the projections, or of the rows as they are stored.
+        if not remaining > max(eps**1.5, V.eps**2) * square:
             return False
         V.append(x.div_(math.sqrt(remaining)))  # line 15
         self.started = True

@@ -27,6 +27,7 @@ from krylov_descent.report import StopReason
 from krylov_descent.samples.interface import Microbatch, Stateless
 from krylov_descent.stepping.gradient_pass import GradientPass
 from krylov_descent.stepping.search_result import SearchResult
+from krylov_descent.vectors.devices import sent
 
 
 class LineEvaluator:
@@ -338,7 +339,7 @@ class Coordinates:
 
     def combine(self, c: Tensor) -> Tensor:
         """Return Vᵀc."""
-        return self._V.combine(c.to(self._V.device, self._V.dtype, non_blocking=True))
+        return self._V.combine(sent(c, self._V.device, self._V.dtype))
 
     def coefficients(self, a: Tensor) -> Tensor:
         """Return C⁻ᵀa, the step's coefficients in the rows of V."""

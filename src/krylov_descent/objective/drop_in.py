@@ -20,7 +20,7 @@ from krylov_descent.distributed.sharded import local_part, whole
 from krylov_descent.objective.closure import edge_of, edges_behind, gradients_of, require_dense
 from krylov_descent.safety.footprint import same_bits
 from krylov_descent.samples.interface import Microbatch
-from krylov_descent.vectors.float64 import wide
+from krylov_descent.vectors.devices import wide
 
 _T = torch.Tensor
 _NORMS: set[Any] = {

@@ -260,6 +260,9 @@ class Objective:
     ) -> tuple[Tensor, float]:
         """Add one micro-batch's weighted gradient; its graph is freed on return."""
         evaluation = self.evaluate(batch, nullcontext if statistics is None else statistics.watch)
+        if statistics is None and torch.is_anomaly_enabled() and not bool(evaluation.loss.isfinite()):
+            self.sample_gradients += FORWARD * evaluation.samples  # its backward pass would raise
+            return evaluation.loss.detach(), evaluation.weight
         wanted = () if statistics is None else statistics.wanted(evaluation)
         both = self._differentiate(evaluation, wanted)
         gradient = both[: len(self.parameters.params)]

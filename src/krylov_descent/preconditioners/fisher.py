@@ -41,6 +41,7 @@ from krylov_descent.preconditioners.interface import Preconditioner, Solved, not
 from krylov_descent.preconditioners.sample_squares import Parts, SampleSquares
 from krylov_descent.samples.interface import StepKey
 from krylov_descent.stepping.gradient_pass import GradientPass
+from krylov_descent.vectors.devices import sent
 from krylov_descent.vectors.parameters import ParameterVector
 
 
@@ -307,7 +308,7 @@ class FisherDiagonal:
 
     def _random(self, n: int) -> Tensor:
         x = torch.randn(n, generator=self._check_generator, dtype=self._parameters.dtype, device="cpu")
-        return x.to(self._parameters.device, non_blocking=True)
+        return sent(x, self._parameters.device)
 
 
 def _single(calls: Sequence[LayerCall]) -> list[LayerCall]:

@@ -365,7 +365,7 @@ def _shared(objective: Objective, sums: dict[int, Sums], roles: ParameterRoles, 
     comm, parameters = objective.comm, objective.parameters
     owner = owners(parameters.params, comm.ranks)
     known = [i for i in sorted(roles, key=lambda i: (owner[i], i)) if roles[i].bias_of is None]
-    if comm.ranks > 1:
+    if comm.ranks > 1 and known:
         sums = _scattered(comm, {i: sums.pop(i) if i in sums else new_sums(i, roles, parameters) for i in known}, owner)
     biases = {role.bias_of: i for i, role in roles.items() if role.bias_of is not None}
     factored = {i: of_block for i in known if isinstance(of_block := sums.get(i), FactorSums)}

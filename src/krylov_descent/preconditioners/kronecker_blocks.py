@@ -18,7 +18,7 @@ from typing import ClassVar, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from krylov_descent.vectors.float64 import summed
+from krylov_descent.vectors.devices import summed, wide
 from krylov_descent.vectors.products import numbers_of
 
 B = TypeVar("B", bound="KroneckerBlock")
@@ -339,11 +339,11 @@ def _raised_inverse(M: Tensor, added: float) -> Tensor:
 
 
 def _plus(M: Tensor, added: float, dtype: torch.dtype) -> Tensor:
-    damped = M.to(dtype, copy=True)
+    damped = (wide(M) if dtype == torch.float64 else M).clone()
     damped.diagonal().add_(added)
     return damped
 
 
 def _from_factor(L: Tensor, M: Tensor) -> Tensor:
     # Row-major, as a checkpoint restores it: products with the column-major result would round differently.
-    return torch.cholesky_inverse(L).mT.to(M.dtype).contiguous()
+    return torch.cholesky_inverse(L).mT.to(M).contiguous()

@@ -55,7 +55,8 @@ class TensorSource:
         if isinstance(indices, range):
             batch = tuple(tensor[indices.start : indices.stop] for tensor in self._tensors)
         else:
-            batch = tuple(tensor[indices.to(tensor.device, non_blocking=True)] for tensor in self._tensors)
+            at = {t.device: indices.to(t.device, non_blocking=t.device.type != "mps") for t in self._tensors}
+            batch = tuple(tensor[at[tensor.device]] for tensor in self._tensors)
         return _placed(batch[0] if self._single else batch, self._device)
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from krylov_descent.distributed.sharded import holds_first, is_sharded, local_part, placed_as, whole
-from krylov_descent.vectors.float64 import summed
+from krylov_descent.vectors.devices import summed
 from krylov_descent.vectors.products import numbers_of
 
 

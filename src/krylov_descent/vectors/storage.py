@@ -54,6 +54,11 @@ class BasisStorage:
         """Whether V has the dtype and device of the vectors."""
         return self._buffer.dtype == self.dtype and self._buffer.device == self.device
 
+    @property
+    def eps(self) -> float:
+        """The rounding of a row as it is stored."""
+        return torch.finfo(self._buffer.dtype).eps
+
     def holds(self, capacity: int, like: Tensor) -> bool:
         """Return whether this buffer fits ``capacity`` vectors like this one."""
         shape = (capacity, like.numel())

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from krylov_descent.distributed import Comm
 from krylov_descent.distributed.sharded import local_part
-from krylov_descent.vectors.float64 import wide
+from krylov_descent.vectors.devices import wide
 from krylov_descent.vectors.parameters import ParameterVector
 
 
