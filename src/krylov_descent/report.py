@@ -142,7 +142,8 @@ class StepReport(_Loss):
         details: further numbers of the method. Those of GaussNewtonFlow are "fraction", the part η of its direction
             that the step followed, 0 if no part lowered the loss; "damping", λ of the direction; "rows", those of the
             sketch; "removed", the share of the sampled residuals that the whole direction removes, to first order;
-            "reach", its length relative to that of the parameters. Those of ``Points`` are "draw", the number of the
+            "reach", its length relative to that of the parameters; "confirmed", the part of the fall that
+            the sketch promises which all rows confirm. Those of ``Points`` are "draw", the number of the
             draw, and at every fifth step "held_out", the loss on other points.
 
     Example:

@@ -188,6 +188,11 @@ class DenseFlow:
             share = -float(rho @ J @ phi / (rho @ rho))
             wanted = (2.0**-6, 2.0**-4) if share >= 0.9 else (2.0**-8, 0.0)
             factor = 2.0 if eta < wanted[0] else 0.5 if eta > wanted[1] else 1.0
+            left = rho + eta * (J @ phi)
+            promised = 1 - float(left @ left / (rho @ rho))
+            confirmed = (at.f - step.f) / (promised * at.f) if promised > 0 else 1.0
+            if confirmed < 0.25:
+                factor = 2.0
             if far and eta < 0.5:
                 factor = 4.0
             after = replace(
@@ -195,7 +200,7 @@ class DenseFlow:
                 flow_damping=factor * now.flow_damping,
                 step_fraction=eta,
                 momentum_scale=max(0.0, 1 / eta - 1),
-                failure_rate=0.9 * now.failure_rate,
+                failure_rate=0.9 * now.failure_rate + 0.1 * (confirmed < 0.25),
             )
             return self.end("flow", here, step.d, after)
         dampings = [now.lm_damping * 3.0**k for k in range(-4, 5)]

@@ -59,14 +59,14 @@ def test_the_report_has_fraction_damping_and_rows() -> None:
     grew: list[int] = []
     for _ in range(60):
         r = optimizer.step(lambda: ((r := model(x) - y).square().mean(), r))
-        after, (fraction, damping, rows, removed, reach) = numbers_of(optimizer), r.details.values()
-        assert list(r.details) == ["fraction", "damping", "rows", "removed", "reach"]
+        after, (fraction, damping, rows, removed, reach, *confirmed) = numbers_of(optimizer), r.details.values()
+        assert list(r.details) == ["fraction", "damping", "rows", "removed", "reach", *["confirmed"] * bool(fraction)]
         grown = max(15, after["rows"])
         assert rows in ((15, grew[-1] if grew else 15) if r.notes else (grown,))
         grew += [grown] if r.notes else []
         if fraction:
             assert fraction == after["step_fraction"]
-            assert new_damping(damping, fraction, removed, reach) == after["flow_damping"]
+            assert new_damping(damping, fraction, removed, reach, *confirmed) == after["flow_damping"]
         else:
             assert (damping, 0.0) == (after["flow_damping"], after["momentum_scale"])
         fractions.add(fraction)

@@ -96,7 +96,7 @@ def chosen(losses: Callable[[float], float], settles: Callable[[float], int | No
 
     class Known(StraightSteps):
         def at(self, eta: float, near: Step | None = None) -> Step:
-            return Step(eta, PHI, losses(eta), settles(eta))
+            return Step(eta, PHI, losses(eta), 1.0, settles(eta))
 
     fractions = [2.0**-k for k in range(-1, 5)]
     of = steps(0.0)

@@ -20,6 +20,7 @@ _RESOLVED = 1e-11  # λ relative to the trace, from which the rounding of a Gram
 _ENOUGH = 0.9  # share of the residuals that φ is to remove
 _WANTED, _SHORTEST = 2.0**-5, 2.0**-8  # target of η, within a factor of two; the shortest while φ removes too little
 _LONG = 0.5  # η of a direction that need not be shorter
+LEAST_CONFIRMED = 0.25  # of the fall that the drawn rows promise; of less, φ fits these alone
 _FAR, _RAISED = 1.0, 4.0  # length of φ relative to θ beyond which λ is raised, and the factor
 
 
@@ -152,24 +153,27 @@ def within_reach(v: Tensor, size: float, of_theta: float) -> Tensor:
     return v * min(1.0, _FAR * of_theta / max(size, 1e-300))
 
 
-def new_damping(damping: float, fraction: float, share: float, reach: float) -> float:
+def new_damping(damping: float, fraction: float, share: float, reach: float, confirmed: float) -> float:
     """Return λ of the next step, after a step of fraction η along a φ that removes this share of the residuals.
 
     A larger λ makes φ shorter, so that a larger fraction of it lowers the loss; it leaves residuals of little curvature
     behind, which a later φ has to remove, and that one is long. So λ grows while steps are short and φ removes enough,
     and shrinks while it does not. Short steps along a φ far longer than θ, ``reach`` times, lead to large weights,
-    from where training is slow for good: λ grows fast.
+    from where training is slow for good: λ grows fast. It also grows where all rows confirm little of the fall that the
+    drawn ones promise.
 
     Example:
-        >>> new_damping(1.0, 2.0**-7, 0.99, 0.1), new_damping(1.0, 2.0**-5, 0.99, 0.1)
+        >>> new_damping(1.0, 2.0**-7, 0.99, 0.1, 1.0), new_damping(1.0, 2.0**-5, 0.99, 0.1, 1.0)
         (2.0, 1.0)
-        >>> new_damping(1.0, 2.0**-9, 0.5, 0.1), new_damping(1.0, 2.0**-7, 0.5, 0.1)
+        >>> new_damping(1.0, 2.0**-9, 0.5, 0.1, 1.0), new_damping(1.0, 2.0**-7, 0.5, 0.1, 1.0)
         (2.0, 0.5)
-        >>> new_damping(1.0, 2.0**-7, 0.5, 3.0)
-        4.0
+        >>> new_damping(1.0, 2.0**-7, 0.5, 3.0, 1.0), new_damping(1.0, 2.0**-3, 1.0, 0.1, 0.1)
+        (4.0, 2.0)
     """
     if reach > _FAR and fraction < _LONG:
         return _RAISED * damping
+    if confirmed < LEAST_CONFIRMED:
+        return 2 * damping
     if share < _ENOUGH:
         return 2 * damping if fraction < _SHORTEST else damping / 2
     return 2 * damping if fraction < _WANTED / 2 else damping / 2 if fraction > 2 * _WANTED else damping

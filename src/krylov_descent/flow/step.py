@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from krylov_descent.flow.factored import (
+    LEAST_CONFIRMED,
     Factored,
     damped_step,
     flow_direction,
@@ -81,7 +82,7 @@ class Adaptation:
         step_fraction: η, the last fraction of φ.
         momentum_scale: 1/η − 1, which times the last step is the rest of its direction; 0 if that was no flow step.
         lm_damping: λ of the last damped step.
-        failure_rate: the running mean of steps in which the flow failed, since m last grew.
+        failure_rate: the running mean of steps that failed, or of which all rows confirmed little, since m last grew.
         rows: m, if it has grown; otherwise 0.
     """
 
@@ -249,9 +250,11 @@ class Flow:
         step = self._steps(look).lowest(fractions, fractions.index(known.step_fraction), before)
         if step.loss < before:
             eta = details["fraction"] = step.fraction
-            damping = new_damping(known.flow_damping, eta, details["removed"], details["reach"])
+            promised = step.promised * before
+            confirmed = details["confirmed"] = (before - step.loss) / promised if promised > 0 else 1.0
+            damping = new_damping(known.flow_damping, eta, details["removed"], details["reach"], confirmed)
             scale = max(0.0, 1 / eta - 1)  # (1 − η)φ is left
-            rate = (1 - _LATELY) * known.failure_rate
+            rate = known.failure_rate + _LATELY * ((confirmed < LEAST_CONFIRMED) - known.failure_rate)
             then = replace(known, flow_damping=damping, step_fraction=eta, momentum_scale=scale, failure_rate=rate)
             return taken(step.d, step.loss), then
         rate = known.failure_rate + _LATELY * (1 - known.failure_rate)
@@ -333,7 +336,7 @@ def _grown(known: Adaptation, rows: int, most: int) -> tuple[Adaptation, str]:
     if known.failure_rate <= _OFTEN or rows >= most:
         return known, ""
     more = min(round(_GROWTH * rows), most)
-    note = f"Many recent steps along the direction of few rows failed: sketches have {more} rows from now on."
+    note = f"Many recent steps helped the drawn rows far more than all of them: sketches have {more} rows from now on."
     return replace(known, failure_rate=0.0, rows=more), note
 
 

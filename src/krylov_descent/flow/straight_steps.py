@@ -32,12 +32,14 @@ class Step:
         fraction: η.
         d: d.
         loss: the loss there.
+        promised: the share of the sketch's loss that it removes by the linear model.
         corrections: the number that e took to settle; None if it did not.
     """
 
     fraction: float
     d: Tensor
     loss: float
+    promised: float
     corrections: int | None
 
     @property
@@ -74,12 +76,13 @@ class StraightSteps:
         d = plain if near is None else plain + (eta / near.fraction) ** 2 * (near.d - near.fraction * self.phi)
         wanted = (self.rho + eta * self.straight).norm(), self.rho.norm()
         room = _BEND * eta * self.length
-        best, last, corrections = (math.inf, d), math.inf, None
+        best, last, corrections, promised = (math.inf, d), math.inf, None, 0.0
         for k in range(_MOST + 1):
             loss, change = self.look(d)
             best = min(best, (loss, d), key=lambda found: found[0])
             e = change - eta * self.straight
             size, left, all_of_rho = numbers_of([e.norm(), *wanted])
+            promised = 1 - (left / all_of_rho) ** 2 if all_of_rho > 0 else 0.0
             if size < _SETTLED * max(left, _LEFT * all_of_rho):
                 corrections = k
             if corrections is not None or not size <= _SLOWLY * last or k == _MOST:
@@ -88,7 +91,7 @@ class StraightSteps:
             d = d + self.correct(e)
             if not self.norm(d - plain) <= room:
                 break
-        return Step(eta, best[1], best[0], corrections)
+        return Step(eta, best[1], best[0], promised, corrections)
 
     def lowest(self, fractions: Sequence[float], first: int, before: float) -> Step:
         """Return the lowest step of some fractions, longest first: from the first, as long as others are lower.
