@@ -38,7 +38,7 @@ def table(results: Path, columns: Sequence[str] = ()) -> str:
         ", ".join(part for part in (group.network, f"{group.seconds:g} s", kind) if part): some
         for kind, problems in _KINDS.items()
         for group in groups
-        if (some := only(group, problems))
+        if (some := only(group, problems)) and (columns or len(some.columns) > 1)  # alone, nothing is compared
     }
     parts = [_errors(name, group, first=not i) for i, (name, group) in enumerate(found.items())]
     parts += [*_best_rivals(found), *_course(found), *_losses(found)]
