@@ -357,7 +357,8 @@ def test_a_log_of_a_real_flow_is_read_and_drawn(tmp_path: Path) -> None:
         for _ in range(3):
             write(optimizer.step(closure))
     reports = plot.read(tmp_path / "log.jsonl")
-    assert [set(report["details"]) for report in reports] == [{"fraction", "damping", "rows", "removed", "reach"}] * 3
+    names = {"fraction", "damping", "rows", "removed", "reach", "confirmed"}
+    assert [set(report["details"]) for report in reports] == [names] * 3
     figure = plot.overview(reports)
     assert len(figure.axes) == 5
     assert xy(figure.axes[4].get_lines()[0])[1] == [20.0] * 3  # one row for each residual

@@ -254,10 +254,10 @@ class Flow:
             confirmed = details["confirmed"] = (before - step.loss) / promised if promised > 0 else 1.0
             damping = new_damping(known.flow_damping, eta, details["removed"], details["reach"], confirmed)
             scale = max(0.0, 1 / eta - 1)  # (1 − η)φ is left
-            rate = known.failure_rate + _LATELY * ((confirmed < LEAST_CONFIRMED) - known.failure_rate)
+            rate = _rate(known, failed=confirmed < LEAST_CONFIRMED)
             then = replace(known, flow_damping=damping, step_fraction=eta, momentum_scale=scale, failure_rate=rate)
             return taken(step.d, step.loss), then
-        rate = known.failure_rate + _LATELY * (1 - known.failure_rate)
+        rate = _rate(known, failed=True)
         shorter = max(known.step_fraction / 2, _SHORTEST)
         lost = replace(known, step_fraction=shorter, momentum_scale=0.0, failure_rate=rate)
         i, lowest, d = descend_line(self._damped_step, _DAMPED, value)
@@ -329,6 +329,11 @@ def most_rows(first: int, budget: int | None, objective: Objective) -> int:
     room = _ROOM if budget is None else budget
     fitting = room // int(objective.comm.max(taken))  # ranks have parts of different lengths, and must agree
     return max(first, min(_MOST_ROWS * first, fitting, parameters.count))
+
+
+def _rate(known: Adaptation, *, failed: bool) -> float:
+    """Return the rate of failures with one more step."""
+    return known.failure_rate + _LATELY * (failed - known.failure_rate)
 
 
 def _grown(known: Adaptation, rows: int, most: int) -> tuple[Adaptation, str]:
