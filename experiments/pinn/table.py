@@ -32,13 +32,13 @@ _Groups = Mapping[str, Group]
 
 
 def table(results: Path, columns: Sequence[str] = ()) -> str:
-    """Return all tables of a folder; only the columns named, or all methods."""
+    """Return all tables of a folder; only the columns named, or all methods. The flow alone is compared with nothing."""
     groups = compared(read_groups(results, (*SHOWN, *PROBLEMS, *FITS), list(NAMES), columns))
     found = {
         ", ".join(part for part in (group.network, f"{group.seconds:g} s", kind) if part): some
         for kind, problems in _KINDS.items()
         for group in groups
-        if (some := only(group, problems)) and (columns or len(some.columns) > 1)  # alone, nothing is compared
+        if (some := only(group, problems)) and (columns or list(some.columns) != [BASE])
     }
     parts = [_errors(name, group, first=not i) for i, (name, group) in enumerate(found.items())]
     parts += [*_best_rivals(found), *_course(found), *_losses(found)]
