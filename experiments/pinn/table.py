@@ -32,7 +32,7 @@ _Groups = Mapping[str, Group]
 
 
 def table(results: Path, columns: Sequence[str] = ()) -> str:
-    """Return all tables of a folder; only the columns named, or all methods. The flow alone is compared with nothing."""
+    """Return all tables of a folder; only the columns named, or all methods. The flow alone makes no table."""
     groups = compared(read_groups(results, (*SHOWN, *PROBLEMS, *FITS), list(NAMES), columns))
     found = {
         ", ".join(part for part in (group.network, f"{group.seconds:g} s", kind) if part): some
