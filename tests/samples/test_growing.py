@@ -178,9 +178,12 @@ def test_a_model_that_is_wrong_doubles_its_sets_and_a_note_says_so(samples: int,
     assert search_loss(first, cube(w), sets) == pytest.approx(report.search_loss_after, rel=1e-12)
     state = copy.deepcopy(first.state_dict())
     second.load_state_dict(state)
-    report = second.step(cube(w), sets)
-    assert report.set_sizes["B"] == sizes[1]
-    assert any("the loss on C rose in place of the predicted decrease" in note for note in report.notes)
+    for size in (sizes[0], sizes[1]):  # not after one step, which may be too long for any model
+        with torch.no_grad():
+            w.fill_(0.1)
+        report = second.step(cube(w), sets)
+        assert report.set_sizes["B"] == size
+    assert any("of the predicted decrease" in note for note in report.notes)
     for _ in range(10):
         report = second.step(cube(w), sets)
         assert search_loss(second, cube(w), sets) == pytest.approx(report.search_loss_after, rel=1e-12)
@@ -200,7 +203,7 @@ def test_a_model_that_is_wrong_doubles_its_sets_also_where_no_step_was_found() -
     optimizer = KSD([w], **DEEP)
     report = optimizer.step(closure, sets)
     assert report.search_loss_after == report.search_loss_before
-    assert optimizer.step(closure, sets).set_sizes["B"] == 128
+    assert [optimizer.step(closure, sets).set_sizes["B"] for _ in range(2)] == [64, 128]
 
 
 def test_growing_sets_need_the_previous_step() -> None:
@@ -259,7 +262,7 @@ def test_a_step_without_sets_may_follow() -> None:
     x = torch.rand(3000, 1, generator=torch.Generator().manual_seed(0), dtype=F64) + 1
     optimizer, sets = KSD([w], **DEEP), Growing((x,), batch_size=3000, seed=0)
     optimizer.step(cube(w), sets)
-    assert optimizer.state[w]["numbers"]["samples.agreement"] < 0.5
+    assert optimizer.state[w]["numbers"]["samples.agreement"] < 1
     report = optimizer.step(lambda: cube(w)((x,)))
     assert report.search_loss_after < report.search_loss_before
     for _ in range(3):
@@ -381,8 +384,10 @@ def test_statistics_leave_the_doublings_of_b_out() -> None:
     statistics = Counting()
     optimizer = KSD([w], **{**DEEP, "preconditioner": statistics})
     sets = Growing((x,), batch_size=3000, seed=0)
-    sizes = [optimizer.step(cube(w), sets).set_sizes["B"] for _ in range(3)]
-    assert sizes[-1] > 64
+    for size in (64, 64, 128):
+        with torch.no_grad():
+            w.fill_(0.1)
+        assert optimizer.step(cube(w), sets).set_sizes["B"] == size
     assert statistics.samples == [64, 64, 64]
 
 

@@ -18,8 +18,8 @@ samples of A alone the step would be too long, as it is made from their gradient
 length that is best for one step is set by noise along directions of large curvature, which later steps remove, and
 those of little curvature need longer steps (Wu et al. 2018).
 
-The model is tested on C. If the loss there falls by less than half of the prediction, its curvature differs from the
-model's: twice the samples help. (Curvature that B and C share is not tested.)
+The model is tested on C. If the loss there falls by less than half of the prediction, averaged over recent steps, its
+curvature differs from the model's: twice the samples help. (Curvature that B and C share is not tested.)
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ _MOST = 10.0  # largest damping factor
 _FACTOR = 1.5  # of one growth
 _MOST_GROWTHS = 4  # at a time: few steps tell little
 _HELD = 0.5  # agreement below which B and C are doubled
+_WEIGHT = 0.2  # of one step in it: on any samples, a step may be too long for a quadratic model
 
 
 @dataclass(frozen=True)
@@ -135,7 +136,7 @@ class GrowingState:
     Attributes:
         growths: how often the sets grew by half.
         doublings: how often B and C were doubled, because the quadratic model predicted too much.
-        agreement: the last step's ratio of actual to predicted decrease of the loss on C.
+        agreement: the running mean of the ratio of actual to predicted decrease of the loss on C.
         slope: the slopes of recent steps on held-out samples.
     """
 
@@ -173,7 +174,8 @@ class GrowthWatch(StepWatch):
         if self.needs_gradient and slope is not None:
             self._slope = replace(self._slope, slope=-slope())
         if not math.isnan(agreement):
-            self._state = replace(self._state, agreement=agreement)
+            known = self._state.agreement
+            self._state = replace(self._state, agreement=known + _WEIGHT * (max(-1.0, min(1.0, agreement)) - known))
 
     def after(self) -> Any:
         """Return the state with this step's evidence; the sizes stay."""
@@ -193,9 +195,9 @@ class Growing(Subsets):
     (the threshold rises to all of it as A approaches all samples), the sets grow by half, or more where they confirm
     little, up to all samples. B and C are an eighth of A but at least 64 samples, half of them other samples than A's.
     They are doubled, up to 512, when the loss on C falls by less than half of the quadratic model's
-    prediction. There is no schedule to set. ``report.set_sizes`` has the sizes, ``report.notes`` the
-    reasons for changes. The sets depend on ``seed``, the iteration and the numbers of growths and doublings, which the
-    optimizer remembers.
+    prediction, averaged over recent steps. There is no schedule to set. ``report.set_sizes`` has the sizes,
+    ``report.notes`` the reasons for changes. The sets depend on ``seed``, the iteration and the numbers of growths and
+    doublings, which the optimizer remembers.
 
     Args:
         data: as for ``Subsets``.
@@ -263,7 +265,8 @@ class Growing(Subsets):
             larger = cut(search_growth=state.growths, model_growth=doublings)
             if larger.sizes["B"] > sets.sizes["B"]:
                 part = f"fell by {state.agreement:.0%} of" if state.agreement > 0 else "rose in place of"
-                note = f"B now has {larger.sizes['B']} samples: the loss on C {part} the predicted decrease."
+                size = larger.sizes["B"]
+                note = f"B now has {size} samples: in recent steps the loss on C {part} the predicted decrease."
                 return Choice(larger, replace(state, doublings=doublings, agreement=1.0), (*notes, note))
         return Choice(sets, replace(state, agreement=1.0), notes)
 
