@@ -254,7 +254,7 @@ def _joined(name: str, key: object) -> str:
 def _foreign(how: str) -> str:
     return (
         f"The state is not that of an optimizer with these settings: {how}. Make the optimizer, and the sets, as they "
-        "were when the state was saved."
+        "were when the state was saved, in the version of krylov-descent that saved it."
     )
 
 

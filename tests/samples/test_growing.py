@@ -133,14 +133,6 @@ def test_sets_that_are_far_too_small_grow_at_once_by_the_root_of_what_they_lack(
     assert replace(known, judged=4.0).growths == 0
 
 
-@pytest.mark.parametrize(("holdout", "factor"), [(0.9, 1.0), (0.25, 4.0), (0.01, 10.0), (-0.5, 10.0)])
-def test_damping_rises_where_little_is_confirmed(holdout: float, factor: float) -> None:
-    known = HoldoutSlope()
-    for judged in range(1, 8):
-        known = replace(known, slope=1.0).after(holdout)
-        assert known.damping_factor == pytest.approx(factor if judged >= 5 else 1.0)
-
-
 @pytest.mark.parametrize(("growth", "size"), [(0, 64), (1, 128), (2, 256), (3, 500), (9, 500)])
 def test_a_model_that_promised_too_much_gets_more_samples(growth: int, size: int) -> None:
     draw = Growing(torch.arange(9000), batch_size=100, seed=0).draw(0, krylov_dim=1, model_growth=growth)

@@ -66,7 +66,7 @@ class Preconditioner(ABC):
         Args:
             at: the objective, the sets, and in ``at.gathered`` the statistics of A.
             state: the state after the last step; never written to, as a step may fail.
-            noise: ν, the noise of the gradient on A, relative to that of a gradient that is half signal.
+            noise: ν, the noise of the gradient on A: 1 if A is a small part of all samples, 0 if it is all.
         """
 
     def bytes_in_step(self, objective: Objective) -> int:

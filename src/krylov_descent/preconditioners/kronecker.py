@@ -200,9 +200,8 @@ class Kronecker(Preconditioner):
     from pull-backs to the matrix itself, all other parameters the diagonal of the Gauss–Newton matrix.
 
     Args:
-        damping: τ; λ = τ tr F/P, the mean curvature times τ, is added to F. On growing sets, λ is scaled by the
-            gradient noise: it rises, up to tenfold, where held-out samples confirm less than half of the last
-            steps, and falls in proportion to the part of the samples that A leaves out, down to a twentieth.
+        damping: τ; λ = τ tr F/P, the mean curvature times τ, is added to F. On growing sets, λ falls in
+            proportion to the part of the samples that A leaves out, down to a twentieth.
         memory: the weight of the past in the running averages of the factors; smaller in the first updates.
 
     Example:
@@ -257,7 +256,7 @@ class Kronecker(Preconditioner):
             batches: this rank's micro-batches of B, or of a part of it.
             state: the state of the last call; not modified.
             key: the seed of the random signs.
-            noise: ν, the noise of the gradient, relative to that of a gradient that is half signal.
+            noise: ν, the noise of the gradient: 1 if A is a small part of all samples, 0 if it is all.
 
         Returns:
             D⁻¹, None if the closure gave only the loss or no curvature, and the new state. Statistics that are not

@@ -37,10 +37,9 @@ from krylov_descent.samples.loading import Device
 from krylov_descent.samples.subsets import Draw, SampleSet, Subsets
 
 _FEWEST = 20  # steps before the sets may grow: the slope of one step is noisy
-_SOME = 5  # steps before the damping follows the ratio, and before sets grow that are far too small
+_SOME = 5  # steps before sets grow that are far too small
 _FAR = 0.5  # part of the threshold below which they are
 _MEMORY = 0.95  # of the running means
-_MOST = 10.0  # largest damping factor
 _FACTOR = 1.5  # of one growth
 _MOST_GROWTHS = 4  # at a time: few steps tell little
 _HELD = 0.5  # agreement below which B and C are doubled
@@ -57,7 +56,6 @@ class HoldoutSlope:
         holdout: the mean of dᵀH′d − g′ᵀd, the same slope on held-out samples.
         judged: the number of steps in these means.
         threshold: the ratio below which larger sets pay.
-        damping_factor: the factor of a preconditioner's usual damping.
     """
 
     slope: float = 0.0
@@ -65,7 +63,6 @@ class HoldoutSlope:
     holdout: float = 0.0
     judged: float = 0.0
     threshold: float = 0.5
-    damping_factor: float = 1.0
 
     def after(self, holdout: float) -> HoldoutSlope:
         """Judge the last step: ``holdout`` is dᵀH′d − g′ᵀd.
@@ -80,14 +77,13 @@ class HoldoutSlope:
         judged = self.judged + 1
         e = min(_MEMORY, 1 - 1 / judged)
         seen = max(-self.slope, min(self.slope, holdout))  # bounds the weight of a step far from the quadratic model
-        new = replace(
+        return replace(
             self,
             slope=0.0,
             expected=e * self.expected + (1 - e) * self.slope,
             holdout=e * self.holdout + (1 - e) * seen,
             judged=judged,
         )
-        return new if judged < _SOME else replace(new, damping_factor=_damping_factor(new.ratio))
 
     @property
     def ratio(self) -> float:
@@ -124,11 +120,6 @@ def threshold(coverage: float) -> float:
     return (1 + coverage) / 2
 
 
-def _damping_factor(ratio: float) -> float:
-    """Return 1 if half of a step is confirmed, and more below: noise is strongest in directions of little curvature."""
-    return _MOST if ratio <= 0 else min(_MOST, max(1.0, (0.5 / ratio) ** 2))
-
-
 @dataclass(frozen=True)
 class GrowingState:
     """The state of growing sets.
@@ -154,9 +145,10 @@ class GrowthWatch(StepWatch):
         self.needs_gradient = not sets.covers_all
         self._last = last_step if self.needs_gradient else None
         self._slope_at_end = math.nan
-        known = replace(state.slope, threshold=threshold(sets.coverage)) if self.needs_gradient else HoldoutSlope()
-        self._slope = known
-        self.gradient_noise = known.damping_factor * (1 - sets.coverage)
+        self._slope = HoldoutSlope()
+        if self.needs_gradient:
+            self._slope = replace(state.slope, threshold=threshold(sets.coverage))
+        self.gradient_noise = 1 - sets.coverage
 
     def see_gradient(self, slope: Callable[[Tensor], float]) -> None:
         """Compute the slope on the new A at the end of the last step."""
@@ -217,7 +209,7 @@ class Growing(Subsets):
         >>> def closure(batch):
         ...     r = model(batch[0]) - batch[1]
         ...     return r.square().mean(), r
-        >>> reports = [optimizer.step(closure, sets) for _ in range(50)]
+        >>> reports = [optimizer.step(closure, sets) for _ in range(100)]
         >>> reports[0].set_sizes
         {'A': 500, 'B': 64, 'C': 64}
         >>> reports[-1].loss < 0.2 * reports[0].loss
@@ -250,8 +242,7 @@ class Growing(Subsets):
         notes: tuple[str, ...] = ()
         known = state.slope
         if known.growths:
-            fresh = HoldoutSlope(slope=known.slope, damping_factor=known.damping_factor)
-            state = replace(state, growths=state.growths + known.growths, slope=fresh)
+            state = replace(state, growths=state.growths + known.growths, slope=HoldoutSlope(slope=known.slope))
         sets = cut(search_growth=state.growths, model_growth=state.doublings)
         if known.growths:
             notes = (

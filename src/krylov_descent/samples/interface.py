@@ -130,8 +130,8 @@ class StepWatch:
     """Observes one step for a policy that learns from it; this base class learns nothing.
 
     Attributes:
-        gradient_noise: ν, the noise of the gradient on A, 1 if half of the gradient is signal; a preconditioner
-            scales its damping by it.
+        gradient_noise: ν, the noise of the gradient on A: 1 if A is a small part of all samples, 0 if it is all; a
+            preconditioner scales its damping by it.
         needs_gradient: whether ``see_step`` needs the slope along the step.
     """
 
