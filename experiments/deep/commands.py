@@ -13,7 +13,7 @@ import tyro
 from experiments.common.budget import Budget
 from experiments.common.markdown import show
 from experiments.common.settings import pair
-from experiments.deep import costs
+from experiments.deep import costs, plan
 from experiments.deep.figures import figures
 from experiments.deep.study import ablate, pace, study, tune
 from experiments.deep.table import table
@@ -91,7 +91,7 @@ class Tune(_Runs):
 
     methods: tuple[str, ...] = ()
     """All that have a grid unless given."""
-    budgets: tuple[float, ...] = (60.0, 300.0, 1200.0)
+    budgets: tuple[float, ...] = plan.BUDGETS
     """CPU seconds."""
     results: Path = Path("results/tuning/deep")
 
@@ -106,7 +106,7 @@ class Study(_Runs):
 
     methods: tuple[str, ...] = ()
     """All unless given."""
-    budgets: tuple[float, ...] = (60.0, 300.0, 1200.0)
+    budgets: tuple[float, ...] = plan.BUDGETS
     """CPU seconds. A method without a schedule has one run, of the longest."""
     seeds: int = 3
 

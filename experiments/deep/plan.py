@@ -19,7 +19,7 @@ from experiments.supervised.methods import KINDS
 
 TASKS = ("curves", "mnist-ae", "spoken-digits", "fashion-conv", "char-lstm", "char-transformer")
 METHODS = tuple(NAMES)
-BUDGETS = (60.0, 300.0, 1200.0)
+BUDGETS = (60.0, 300.0)
 
 #: What tuning chose, task → method → budget → settings and trials; ``tune`` writes it, ``study`` reads it.
 TUNED = Path(__file__).with_name("tuned.json")
@@ -29,7 +29,6 @@ TUNING_SEED = 100
 RUNGS: Mapping[float, Sequence[tuple[float, int]]] = {
     60.0: ((12.0, 12), (30.0, 4), (60.0, 2)),
     300.0: ((30.0, 12), (100.0, 4)),
-    1200.0: ((60.0, 12), (240.0, 4)),
 }
 
 #: Their loss is a sum over pixels, some hundred times as large and as curved as a mean over classes.

@@ -13,7 +13,6 @@ from experiments.common.markdown import bold, section, spread
 from experiments.common.records import OVER, Quantity, Run
 from experiments.common.table import NONE, ahead, all_settings, distinct, marks, seeds, sizes
 from experiments.deep.plan import ABLATIONS
-from experiments.deep.published import published
 from experiments.deep.records import budgets_of, by_task, serving
 from experiments.deep.study import ABLATIONS as ABLATED
 from experiments.deep.style import NAMES
@@ -40,7 +39,7 @@ def table(results: Path) -> str:
         served = {task: by for task, runs in tasks.items() if (by := serving(runs, seconds))}
         parts += _tables(served, f"after {seconds:g} CPU seconds", explained=not parts)
     if tasks:
-        parts += [*published(tasks), *_setup(tasks)]
+        parts += _setup(tasks)
     return "\n".join([*parts, *(_ablations(ablated) if ablated else ())])
 
 

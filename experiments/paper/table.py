@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from experiments.common.markdown import bold, section, spread
-from experiments.common.reach import duration, reach
+from experiments.common.reach import duration, reached
 from experiments.common.records import Run, read_runs
 from experiments.common.table import NONE, BySeed, ahead, distinct, marks, mixed, seeds, settings, sizes
 from experiments.paper import published as paper
@@ -104,9 +104,10 @@ def _distance_table(grouped: _Grouped) -> str:
             continue
         cells = [name, f"{row.ksd_cv}{' %' if row.percent else ''}"]
         for label in _AIMED:
-            runs = [r for run in found.get(label, []) if (r := reach(run, float(row.ksd_cv))) is not None]
-            times = distinct("not reached" if r.extrapolated else duration(r.cost) for r in runs)
-            cells += [spread([r.error for r in runs], digits=3), times] if runs else [NOT_RUN, NONE]
+            runs = found.get(label, [])
+            times = [reached(run, float(row.ksd_cv)) for run in runs]
+            when = distinct("not reached" if t is None else duration(t) for t in times)
+            cells += [spread(list(_held_out(runs).values()), digits=3), when] if runs else [NOT_RUN, NONE]
         rows.append(cells)
     note = (
         "Lowest held-out error within the budget, and the time at which it reaches the paper's figure. Spoken digits "
