@@ -59,8 +59,9 @@ def grid(task: str, method: str) -> list[dict[str, Any]]:
     sums, images = task in _SUMS, task in ("spoken-digits", "fashion-conv")
     if method == "adamw":
         # On both autoencoders 3e-3 and 50 were the best of 3e-4 … 3e-3 and 50, 200, and linear ahead of cosine.
-        rates: tuple[float, ...] = (3e-4, 1e-3, 3e-3) if task == "spoken-digits" else (1e-3, 3e-3, 1e-2)
-        rates = rates if sums else (*rates, 3e-2)
+        rates: tuple[float, ...] = (1e-3, 3e-3, 1e-2)
+        if not sums and task != "spoken-digits":
+            rates = (*rates, 3e-2)
         return product(lr=rates, batch=(25, 50) if sums else (50, 200), schedule=("linear",))
     if method == "muon":  # with the batches that AdamW is best with
         rates = (3e-4, 1e-3, 3e-3) if task == "spoken-digits" else (1e-3, 3e-3, 1e-2)
