@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 #: Tasks with most methods stand at the right, where methods are named.
-_ORDER = ("fashion-conv", "char-lstm", "curves", "char-transformer", "spoken-digits", "mnist-ae")
+_ORDER = ("fashion-conv", "spoken-digits", "curves", "char-lstm", "char-transformer", "mnist-ae")
 
 
 def figures(results: Path, out: Path) -> list[Path]:

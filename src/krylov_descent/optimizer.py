@@ -43,8 +43,8 @@ PAPER: dict[str, Any] = {
     "rollback": False,
 }
 
-#: Settings for deep networks and much data, with ``Growing`` sets: many steps, each in the span of one direction and
-#: the last step, and of five earlier steps once A holds all samples.
+#: Experimental settings for deep networks and much data, with ``Growing`` sets: many steps, each in the span of one
+#: direction and the last step, and of five earlier steps once A holds all samples.
 DEEP: dict[str, Any] = {"krylov_dim": 1, "preconditioner": "kronecker", "search": ModelSearch(evaluations=8)}
 
 
