@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import warnings
 from collections.abc import Callable
@@ -86,12 +87,20 @@ def training(
     return model, optimizer, lambda: optimizer.step(closure, sets)
 
 
-def train(group: Any, *, steps: int = 5, warns: bool = False, **settings: Any) -> dict[str, Any]:
-    """Some steps; what came out, the same on every rank."""
+def train(
+    group: Any, *, steps: int = 5, warns: bool = False, from_the_start: bool = False, **settings: Any
+) -> dict[str, Any]:
+    """Some steps, each from the first weights if so; what came out, the same on every rank."""
     if warns:
         warnings.simplefilter("ignore")
     model, _, step = training(group, **settings)
-    return outcome(model, [step() for _ in range(steps)])
+    start = copy.deepcopy(model.state_dict())
+    reports = []
+    for _ in range(steps):
+        if from_the_start:
+            model.load_state_dict(start)
+        reports.append(step())
+    return outcome(model, reports)
 
 
 def broken_off(group: Any) -> tuple[float, float, float]:
