@@ -13,11 +13,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from experiments.common.markdown import bold, section, spread
-from experiments.common.reach import duration, reached
 from experiments.common.records import Run, read_runs
 from experiments.common.table import NONE, BySeed, ahead, distinct, marks, mixed, seeds, settings, sizes
 from experiments.paper import published as paper
 from experiments.paper.plan import MAIN
+from experiments.paper.reach import duration, reached
 from experiments.paper.records import (
     best_held_out,
     by_label,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from experiments.common.reach import reached
 from experiments.common.records import Point, Run
+from experiments.paper.reach import reached
 
 
 def run_of(errors: dict[float, float]) -> Run:
