@@ -30,6 +30,7 @@ class Size(NamedTuple):
 
 NETWORKS: dict[str, Size] = {
     "3x32": Size(3, 32, 3000, 400),  # 2,241 parameters in two dimensions
+    "3x48": Size(3, 48, 8000, 800),  # 4,897
     "4x50": Size(4, 50, 8000, 800),  # 7,851
     "4x64": Size(4, 64, 8000, 800),  # 12,737
     "6x128": Size(6, 128, 8000, 800),  # 83,073
