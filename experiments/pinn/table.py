@@ -251,12 +251,16 @@ def _longest(results: Path) -> list[str]:
     """Return how the error of the flow falls in the runs of a quarter of an hour, with any number of points."""
     runs = [run for run in read_runs(results) if run.method == BASE and run.seconds == _TIMES[-1]]
     rows = [
-        [run.problem, f"{run.parameters:,}", f"{run.samples:,}", *(_at(run, t) for t in _TIMES[2:])]
-        for run in sorted(runs, key=lambda run: run.problem)
+        [run.problem, f"{run.parameters:,}", f"{run.samples:,}", _points(run), *(_at(run, t) for t in _TIMES[2:])]
+        for run in sorted(runs, key=lambda run: (run.problem, run.parameters))
     ]
-    head = ["problem", "parameters", "residuals", *(f"{t:g} s" for t in _TIMES[2:])]
-    note = f"Relative L2 error of {OURS} after so many CPU seconds, seed 0."
+    head = ["problem", "parameters", "residuals", "points", *(f"{t:g} s" for t in _TIMES[2:])]
+    note = f"Relative L2 error of {OURS} after so many CPU seconds, seed 0. New points are drawn every ten steps."
     return [section("A quarter of an hour", head, rows, note)] if rows else []
+
+
+def _points(run: Run) -> str:
+    return "new" if "resampled" in run.label else "fixed"
 
 
 def _at(run: Run, seconds: float) -> str:
