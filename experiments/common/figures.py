@@ -81,9 +81,15 @@ def panels(count: int, columns: int, height: float, *, sharey: bool = False) -> 
 
 
 def multiples(
-    shown: Sequence[Panel], lines: Mapping[str, Line], value: str, *, columns: int = 3, log_time: bool = True
+    shown: Sequence[Panel],
+    lines: Mapping[str, Line],
+    value: str,
+    *,
+    time: str = "CPU seconds",
+    columns: int = 3,
+    log_time: bool = True,
 ) -> Figure | None:
-    """A panel for each problem, values over CPU seconds; the last of each row has the methods' names at the line ends.
+    """A panel for each problem, values over time; the last of each row has the methods' names at the line ends.
 
     Values are on a logarithmic scale, and so is time if asked for.
     """
@@ -95,7 +101,7 @@ def multiples(
     for axis, panel in zip(axes, shown, strict=True):
         _panel(axis, panel, lines, log_time=log_time)
     for axis in axes[-columns:]:
-        axis.set_xlabel("CPU seconds")
+        axis.set_xlabel(time)
     for axis in axes[::columns]:
         axis.set_ylabel(value)
     drawn.draw_without_rendering()  # heights are final but for the room that names take at the right

@@ -16,7 +16,7 @@ from experiments.common.settings import pair
 from experiments.common.study import at_least_one, named
 from experiments.paper import plan
 from experiments.paper.figures import figures
-from experiments.paper.study import study, tune
+from experiments.paper.study import long, study, tune
 from experiments.paper.table import table
 from experiments.supervised.commands import train
 from experiments.supervised.losses import pca_error
@@ -121,10 +121,16 @@ class Study(_Runs):
     """Only these; all of the plan unless given."""
     seeds: int | None = None
     """At most so many seeds; those of the plan unless given."""
+    long: bool = False
+    """In place of them the runs of hours on MNIST, towards the paper's errors: ksd, ksd-paper and hf."""
 
     def execute(self) -> None:
         """Make the runs."""
-        study(*self._checked(self.methods, self.seeds), self.methods, self.seeds)
+        rows, where = self._checked(self.methods, self.seeds)
+        if self.long:
+            long(rows, where, self.methods)
+        else:
+            study(rows, where, self.methods, self.seeds)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,11 +1,12 @@
 """Figures of recorded runs as PNG: the same runs give the same file. Nothing here trains.
 
-paper and convergence: training loss over CPU seconds. anatomy-all: what the time of a step goes into. ritz-curves: the
-Ritz values of the steps of KSD.
+paper and convergence: training loss over CPU seconds. hours: held-out error of the long runs. anatomy-all: what the
+time of a step goes into. ritz-curves: the Ritz values of the steps of KSD.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import statistics
@@ -15,11 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 from experiments.common.figures import Panel, draw, multiples, panels
 from experiments.common.records import Run, ordered, read_runs
-from experiments.common.series import series
+from experiments.common.series import Series, series
 from experiments.common.style import SIZE, TITLES
 from experiments.paper import published as paper
+from experiments.paper.plan import LONG, LONG_RUNS
 from experiments.paper.records import by_label, of_row
-from experiments.paper.style import LABELS, LINES, PHASES
+from experiments.paper.style import LABELS, LINES, LONG_LINES, PHASES
 from krylov_descent.plot.style import theme
 
 if TYPE_CHECKING:
@@ -33,11 +35,14 @@ _RITZ = "curves"
 _STEPS = 60
 _SMALLEST = 1e-12
 
+# Of the long runs: errors above so many times the paper's are cut off.
+_ABOVE = 8.0
+
 _Rows = Mapping[str, Mapping[str, Sequence[Run]]]  # problem → label → runs
 
 
 def figures(results: Path, out: Path) -> list[Path]:
-    """Draw ``paper``, light and dark, ``convergence``, ``anatomy-all`` and ``ritz-curves``.
+    """Draw ``paper`` and ``hours``, light and dark, ``convergence``, ``anatomy-all`` and ``ritz-curves``.
 
     A figure whose runs are missing is left out; so are runs of another budget than the row's, as in tables.
 
@@ -51,9 +56,11 @@ def figures(results: Path, out: Path) -> list[Path]:
             f"There are no runs in {results}: make one with `python -m experiments run curves --optimizer ksd "
             f"--results {results}`."
         )
-    rows = {name: of_row(by_label(runs, name)) for name in ordered(found, list(paper.PROBLEMS))}
+    every = {name: by_label(runs, name) for name in ordered(found, list(paper.PROBLEMS))}
+    rows = {name: of_row(by) for name, by in every.items()}
     return [
         *draw(functools.partial(_losses, rows, _FOUR, 2), out / "paper", dark=True),
+        *draw(functools.partial(_hours, every), out / "hours", dark=True),
         *draw(functools.partial(_losses, rows, list(rows), 3), out / "convergence"),
         *draw(functools.partial(_anatomy, rows), out / "anatomy-all"),
         *draw(functools.partial(_ritz, rows.get(_RITZ, {})), out / f"ritz-{_RITZ}"),
@@ -71,6 +78,28 @@ def _panel(name: str, by: Mapping[str, Sequence[Run]]) -> Panel:
     starts = [run.points[0].loss for several in by.values() for run in several]
     start = max((value for value in starts if math.isfinite(value)), default=math.inf)
     return Panel(name, {label: curve for label, curve in found.items() if curve is not None}, start=start)
+
+
+def _hours(every: _Rows) -> Figure | None:
+    """Held-out error over time of the long runs and of Adam, beside the paper's error."""
+    shown = [_towards(name, every[name]) for name in LONG if name in every and every[name].keys() & LONG_RUNS.keys()]
+    return multiples(shown, LONG_LINES, "held-out error", time="CPU minutes")
+
+
+def _towards(name: str, by: Mapping[str, Sequence[Run]]) -> Panel:
+    """What is far above the paper's error is cut off."""
+    row = paper.row(name)
+    assert row is not None
+    target = float(row.ksd_cv)
+    found = {label: series(by[label], "seconds", "held_out_error") for label in LONG_LINES if label in by}
+    curves = {
+        label: dataclasses.replace(curve, times=tuple(time / 60 for time in curve.times))
+        for label, curve in found.items()
+        if curve is not None
+    }
+    times = sorted({time for curve in curves.values() for time in curve.times})
+    level = (target,) * len(times)
+    return Panel(name, {**curves, "target": Series(tuple(times), level, level, level)}, start=_ABOVE * target)
 
 
 def _clock(runs: Iterable[Run]) -> str:

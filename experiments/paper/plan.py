@@ -81,6 +81,17 @@ ROWS: Mapping[str, Row] = {
 }
 
 
+#: Problem → minutes of the long runs: the rows whose data are the paper's, to be run to its errors.
+LONG: Mapping[str, float] = {"mnist-class": 60, "mnist-pretrained": 60, "mnist-ae": 240}
+
+#: Label of a long run → its method, and what replaces tuned settings: KSD has its defaults, or the paper's settings.
+LONG_RUNS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "ksd-long": ("ksd", {"krylov_dim": 20, "floor": 1e-2}),
+    "ksd-paper-long": ("ksd-paper", {}),
+    "hf-long": ("hf", {}),
+}
+
+
 #: Their loss is a sum over pixels, some hundred times as large and as curved as a mean over classes.
 _SUMS = ("curves", "mnist-ae")
 
@@ -131,6 +142,9 @@ def settings(problem: str, method: str) -> dict[str, Any]:
 
 def run_of(problem: str, label: str) -> tuple[str, dict[str, Any]]:
     """Method and settings of a run of the study."""
+    if label in LONG_RUNS:
+        method, defaults = LONG_RUNS[label]
+        return method, {**settings(problem, method), **defaults}
     if label in CHANGED:
         method, changed = CHANGED[label]
         return method, dict(changed)

@@ -54,6 +54,17 @@ def study(problems: Sequence[str], where: Where, methods: Sequence[str] = (), se
     end(run_missing(wanted, where.jobs))
 
 
+def long(problems: Sequence[str], where: Where, methods: Sequence[str] = ()) -> None:
+    """The long runs, towards the paper's errors; those that are finished are passed over, others continue."""
+    wanted = [
+        _planned(Training(problem, *plan.run_of(problem, label), 60 * minutes, 0, label), where)
+        for problem, minutes in plan.LONG.items()
+        for label, (method, _) in plan.LONG_RUNS.items()
+        if problem in problems and (not methods or method in methods)
+    ]
+    end(run_missing(wanted, where.jobs))
+
+
 def trials(problem: str, where: Where) -> dict[str, list[dict[str, Any]]]:
     """Grid points of each method that were tried, with the lowest training loss of each; None where it diverged."""
     found: dict[str, list[dict[str, Any]]] = {}

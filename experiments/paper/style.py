@@ -27,6 +27,15 @@ LINES: Mapping[str, Line] = {
     "adam": Line("Adam", "grey", (0, (1.5, 0.8))),
 }
 
+#: Of the long runs.
+LONG_LINES: Mapping[str, Line] = {
+    "ksd-long": Line("KSD", "blue"),
+    "ksd-paper-long": Line("KSD, paper's\nsettings", "green", (0, (5, 1))),
+    "hf-long": Line("Hessian-free", "orange"),
+    "adam": Line("Adam", "grey", (0, (1.5, 0.8))),
+    "target": Line("the paper", "text", (0, (1, 2))),
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class Phase:

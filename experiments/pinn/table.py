@@ -211,17 +211,19 @@ def _changes(results: Path) -> list[str]:
     problems = [name for name in CHOOSING if any(column in group.runs.get(name, ()) for group, column in changed)]
     rows = []
     for group, column in changed:
-        cells = []
+        by_problem = []
         for problem in problems:
             by = group.runs.get(problem, {})
             mine, base = ({run.seed: run.final.error for run in by.get(name, ())} for name in (column, BASE))
-            cells.append(_ratios([mine[seed] / base[seed] for seed in mine if base.get(seed)]))
-        rows.append([f"{group.seconds:g} s", column, *cells])
+            by_problem.append([mine[seed] / base[seed] for seed in mine if base.get(seed)])
+        means = [geometric_mean(ratios) for ratios in by_problem if ratios]
+        rows.append([f"{group.seconds:g} s", column, _ratios(means), *map(_ratios, by_problem)])
     note = (
-        f"Error with the change ÷ error of {OURS} from the same seed: geometric mean over seeds [lowest, highest]. "
-        "Above 1 the change does harm."
+        f"Error with the change ÷ error of {OURS} from the same seed: geometric mean over seeds, or over problems, "
+        "[lowest, highest]. Above 1 the change does harm."
     )
-    return [section(f"{OURS} changed in one thing", ["after", "change", *problems], rows, note)] if rows else []
+    head = ["after", "change", "mean", *problems]
+    return [section(f"{OURS} changed in one thing", head, rows, note)] if rows else []
 
 
 def _float32(results: Path) -> list[str]:

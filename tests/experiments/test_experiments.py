@@ -406,6 +406,11 @@ def test_tune_study_table_and_figure(
     plan.TUNED.write_text(json.dumps({"order-50": {"adam": tried[1]}}))
     with pytest.raises(SystemExit, match=r"order-50 adam seed 0: .*other settings"):
         study.study(["order-50"], Where(None, tmp_path, samples=100))
+    monkeypatch.setattr(plan, "LONG", {"order-50": 1 / 60})
+    study.long(["order-50"], Where(None, tmp_path, samples=100), ["ksd", "hf"])
+    headers = {path.name: lines_of(path)[0] for path in (tmp_path / "order-50").glob("*-long-seed0.jsonl")}
+    assert set(headers) == {"ksd-long-seed0.jsonl", "hf-long-seed0.jsonl"}
+    assert headers["ksd-long-seed0.jsonl"]["settings"]["floor"] == 0.01
     main(["table", "--results", str(tmp_path)])
     assert "order-50" in capsys.readouterr().out
     pytest.importorskip("matplotlib")

@@ -10,6 +10,7 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
+from experiments.paper import plan
 from experiments.paper.figures import figures
 from experiments.paper.style import LABELS, LINES
 
@@ -114,6 +115,17 @@ def test_runs_of_another_budget_are_not_drawn(tmp_path: Path, monkeypatch: pytes
     figures(tmp_path, tmp_path)
     assert {"KSD", "Hessian-free"} <= said["convergence.png"]
     assert "Adam" not in said["convergence.png"]
+
+
+def test_long_runs_are_drawn_beside_the_papers_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = words(monkeypatch)
+    for label in plan.LONG_RUNS:
+        points = [point(i, 2.0 / (i + 1), held_out_error=30 / (i + 1), seconds=60 * i) for i in range(20)]
+        write(tmp_path, [header("mnist-class", label, 0), *points])
+    names = [path.name for path in figures(tmp_path, tmp_path)]
+    assert names == ["hours.png", "hours-dark.png"]
+    expected = {"MNIST classifier", "KSD", "Hessian-free", "the paper", "CPU minutes", "held-out error"}
+    assert expected <= said["hours.png"]
 
 
 def test_methods_in_figures_have_a_look_of_their_own() -> None:
