@@ -109,7 +109,7 @@ def _distance_table(recorded: _Grouped, grouped: _Grouped) -> str:
             continue
         target, unit = float(row.ksd_cv), " %" if row.percent else ""
         of = {label: found.get(label, []) if label in LONG_RUNS else grouped[name].get(label, []) for label in _AIMED}
-        cells = [name, f"{row.ksd_cv}{unit}", distinct(run.budget for label in LONG_RUNS for run in of[label]) or NONE]
+        cells = [name, f"{row.ksd_cv}{unit}", distinct(run.budget for label in LONG_RUNS for run in of[label])]
         for runs in of.values():
             cells += _nearest(runs, target, unit)
         rows.append([*cells, *_sooner(of["ksd-long"], of["hf-long"], target, unit)])
