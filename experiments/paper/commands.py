@@ -122,7 +122,7 @@ class Study(_Runs):
     seeds: int | None = None
     """At most so many seeds; those of the plan unless given."""
     long: bool = False
-    """In place of them the runs of hours on MNIST, towards the paper's errors: ksd, ksd-paper and hf."""
+    """In place of them the runs of hours on MNIST, towards the paper's errors: ksd, ksd-paper, deep and hf."""
 
     def execute(self) -> None:
         """Make the runs."""

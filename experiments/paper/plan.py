@@ -84,10 +84,11 @@ ROWS: Mapping[str, Row] = {
 #: Problem → minutes of the long runs: the rows whose data are the paper's, to be run to its errors.
 LONG: Mapping[str, float] = {"mnist-class": 60, "mnist-pretrained": 60, "mnist-ae": 240}
 
-#: Label of a long run → its method, and what replaces tuned settings: KSD has its defaults, or the paper's settings.
+#: Label of a long run → its method, and what replaces tuned settings: all but HF have defaults or the paper's settings.
 LONG_RUNS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "ksd-long": ("ksd", {"krylov_dim": 20, "floor": 1e-2}),
     "ksd-paper-long": ("ksd-paper", {}),
+    "deep-long": ("deep", {}),
     "hf-long": ("hf", {}),
 }
 

@@ -31,6 +31,7 @@ LINES: Mapping[str, Line] = {
 LONG_LINES: Mapping[str, Line] = {
     "ksd-long": Line("KSD", "blue"),
     "ksd-paper-long": Line("KSD, paper's\nsettings", "green", (0, (5, 1))),
+    "deep-long": Line("DEEP", "purple", (0, (3, 1, 1, 1))),
     "hf-long": Line("Hessian-free", "orange"),
     "adam": Line("Adam", "grey", (0, (1.5, 0.8))),
     "target": Line("the paper", "text", (0, (1, 2))),

@@ -1,10 +1,11 @@
 """Weights from a stack of restricted Boltzmann machines: Hinton & Salakhutdinov (2006), their published settings.
 
 CD-1 in batches of 100; binary states of hidden units in the positive phase, probabilities everywhere else; rate 0.1,
-weight cost 2e-4 (not of biases), momentum 0.5 and from the sixth epoch 0.9; weights start as N(0, 0.1²), biases as 0.
+weight cost 2e-4 (not of biases), momentum 0.5 and from the sixth epoch 0.9; weights start as N(0, 0.1²), biases as 0;
+50 epochs a layer unless set otherwise.
 
-Deviations: 10 epochs a layer (a setting) where they took 50; cases are in a new order in every epoch; the next layer
-is given the probabilities that the finished weights yield, not those met during the last epoch.
+Deviations: cases are in a new order in every epoch; the next layer is given the probabilities that the finished weights
+yield, not those met during the last epoch.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ class Config:
     batch_size: int
     weight_decay: float = 2e-5  # Martens' (2010) published code; biases included
     length: int = 0  # T of sequences
-    epochs: int = 10  # of contrastive divergence, for each layer
+    epochs: int = 50  # of contrastive divergence, for each layer
     evaluated: int = 10_000
 
 
