@@ -32,6 +32,7 @@ from experiments.paper.style import LABELS
 NOT_RUN = "not run"
 _AIMED = {
     "ksd-long": "KSD",
+    "ksd-k80-long": "KSD, K = 80",
     "ksd-paper-long": "KSD, paper's settings",
     "deep-long": "DEEP",
     "hf-long": "HF",
