@@ -409,8 +409,9 @@ def test_tune_study_table_and_figure(
     monkeypatch.setattr(plan, "LONG", {"order-50": 1 / 60})
     study.long(["order-50"], Where(None, tmp_path, samples=100), ["ksd", "hf"])
     headers = {path.name: lines_of(path)[0] for path in (tmp_path / "order-50").glob("*-long-seed0.jsonl")}
-    assert set(headers) == {"ksd-long-seed0.jsonl", "hf-long-seed0.jsonl"}
+    assert set(headers) == {"ksd-long-seed0.jsonl", "ksd-k80-long-seed0.jsonl", "hf-long-seed0.jsonl"}
     assert headers["ksd-long-seed0.jsonl"]["settings"]["floor"] == 0.01
+    assert headers["ksd-k80-long-seed0.jsonl"]["settings"]["krylov_dim"] == 80
     main(["table", "--results", str(tmp_path)])
     assert "order-50" in capsys.readouterr().out
     pytest.importorskip("matplotlib")
