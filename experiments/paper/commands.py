@@ -36,7 +36,7 @@ class Run:
     problem: tyro.conf.Positional[str]
     """curves, curves5, mnist-ae, mnist-class, mnist-pretrained, spoken-digits, starcraft, adding-50, …"""
     optimizer: str = "ksd"
-    """ksd, ksd-paper, ksd-hessian, hf, hf-hessian, cg, lbfgs, sgd, nesterov, adam, adamw or soap."""
+    """ksd, ksd-paper, ksd-raised, ksd-hessian, hf, hf-hessian, cg, lbfgs, sgd, nesterov, adam, adamw or soap."""
     budget: str = "60s"
     """Seconds (60s), minutes (5m), hours (1h), or gradients over the training set (100g)."""
     seed: int = 0
@@ -122,7 +122,7 @@ class Study(_Runs):
     seeds: int | None = None
     """At most so many seeds; those of the plan unless given."""
     long: bool = False
-    """In place of them the runs of hours on MNIST, towards the paper's errors: ksd, ksd-paper, deep and hf."""
+    """In place of them the runs of hours on MNIST, towards the paper's errors: ksd, ksd-paper, ksd-raised, deep, hf."""
 
     def execute(self) -> None:
         """Make the runs."""

@@ -32,6 +32,7 @@ LONG_LINES: Mapping[str, Line] = {
     "ksd-long": Line("KSD", "blue"),
     "ksd-k80-long": Line("KSD, K = 80", "green"),
     "ksd-paper-long": Line("KSD, paper's\nsettings", "amber", (0, (5, 1))),
+    "ksd-raised-long": Line("the same,\nthen K = 80", "amber"),
     "deep-long": Line("DEEP", "purple", (0, (3, 1, 1, 1))),
     "hf-long": Line("Hessian-free", "orange"),
     "adam": Line("Adam", "grey", (0, (1.5, 0.8))),

@@ -34,6 +34,7 @@ _AIMED = {
     "ksd-long": "KSD",
     "ksd-k80-long": "KSD, K = 80",
     "ksd-paper-long": "KSD, paper's settings",
+    "ksd-raised-long": "the same, K raised to 80",
     "deep-long": "DEEP",
     "hf-long": "HF",
     "adam": "Adam",

@@ -111,6 +111,45 @@ def _ksd(
     return _stepping(optimizer, problem, model, seed, fraction)
 
 
+class _Raised:
+    """KSD in the paper's settings, with a larger K after some steps, on sets of the same size."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        model: nn.Module,
+        seed: int,
+        *,
+        krylov_dim: int = 20,
+        raised: int = 80,
+        after: int = 92,
+        fraction: float = 0.05,
+    ) -> None:
+        self._make = functools.partial(_ksd, problem, model, seed, floor=1e-4, fraction=fraction, paper=True)
+        self._now = self._make(krylov_dim=krylov_dim)
+        self._raised, self._after, self._steps = raised, after, 0
+
+    def advance(self, progress: float) -> Advance:
+        if self._steps == self._after:
+            self._raise(self._now.state_dict())
+        self._steps += 1
+        return self._now.advance(progress)
+
+    def _raise(self, state: dict[str, Any]) -> None:
+        self._now = self._make(krylov_dim=self._raised)
+        self._now.load_state_dict(state)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self._steps, "method": self._now.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._steps = state["steps"]
+        if self._steps > self._after:
+            self._raise(state["method"])
+        else:
+            self._now.load_state_dict(state["method"])
+
+
 def _hessian_free(
     problem: Problem,
     model: nn.Module,
@@ -146,6 +185,7 @@ class Kind:
 KINDS: Mapping[str, Kind] = {
     "ksd": Kind(_ksd),
     "ksd-paper": Kind(functools.partial(_ksd, floor=1e-4, paper=True)),
+    "ksd-raised": Kind(_Raised),
     "ksd-hessian": Kind(functools.partial(_ksd, curvature="hessian")),
     "deep": Kind(kronecker.ksd),
     "kfac": Kind(kronecker.KFAC, scheduled=True),

@@ -60,6 +60,8 @@ def config(method: str, budget: str = "30g", **changes: Any) -> RunConfig:
         defaults = {"start": 60}
     elif method.startswith("ksd"):
         defaults = {"fraction": 0.25}  # a twentieth of 240 samples would be 12
+    if method == "ksd-raised":
+        defaults |= {"krylov_dim": 5, "raised": 10, "after": 4}
     return RunConfig(method, settings_of(method, {**defaults, **changes}), Budget.parse(budget))
 
 
@@ -91,6 +93,20 @@ def test_every_method_lowers_the_loss_and_counts_its_cost(method: str, tmp_path:
     assert costs == sorted(costs)
     if points[-1]["report"] is not None:
         assert points[-1]["report"]["sample_gradients"] > 0
+
+
+def test_a_raised_k_begins_after_its_steps_on_sets_of_the_same_size() -> None:
+    raised = KINDS["ksd-raised"].make(
+        problem := small_problem(), problem.make_model(0), 0, **config("ksd-raised", "1g").settings
+    )
+    plain = KINDS["ksd-paper"].make(
+        problem, problem.make_model(0), 0, **settings_of("ksd-paper", {"krylov_dim": 5, "fraction": 0.25})
+    )
+    reports = [raised.advance(0.0).report for _ in range(6)]
+    assert [report.krylov_dim for report in reports] == [5, 5, 5, 5, 10, 10]
+    assert {tuple(report.set_sizes.values()) for report in reports} == {(240, 60, 60)}
+    assert [report.loss for report in reports[:5]] == [plain.advance(0.0).report.loss for _ in range(5)]
+    assert len(reports[4].coefficients) == 11  # the previous step is kept
 
 
 @pytest.mark.parametrize("method", ["ksd", "hf"])
