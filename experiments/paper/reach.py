@@ -11,13 +11,13 @@ def reached(run: Run, target: float) -> float | None:
 
 
 def duration(seconds: float) -> str:
-    """A time to two digits, in a unit fit for it.
+    """A time in a unit fit for it, to two digits or to the unit.
 
     Example:
-        >>> duration(45), duration(400), duration(9000), duration(500000)
-        ('45 s', '6.7 min', '2.5 h', '5.8 days')
+        >>> duration(45), duration(400), duration(6200), duration(9000), duration(500000)
+        ('45 s', '6.7 min', '103 min', '2.5 h', '5.8 days')
     """
-    for unit, size in (("days", 86400.0), ("h", 3600.0), ("min", 60.0)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.2g} {unit}"
-    return f"{seconds:.2g} s"
+    units = {"days": 86400.0, "h": 3600.0, "min": 60.0}
+    unit = next((name for name, size in units.items() if seconds >= 2 * size), "s")
+    length = seconds / units.get(unit, 1.0)
+    return f"{length:.0f} {unit}" if length >= 10 else f"{length:.2g} {unit}"

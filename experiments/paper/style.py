@@ -31,8 +31,8 @@ LINES: Mapping[str, Line] = {
 LONG_LINES: Mapping[str, Line] = {
     "ksd-long": Line("KSD", "blue"),
     "ksd-k80-long": Line("KSD, K = 80", "green"),
-    "ksd-paper-long": Line("KSD, paper's\nsettings", "amber", (0, (5, 1))),
-    "ksd-raised-long": Line("the same,\nthen K = 80", "amber"),
+    "ksd-paper-long": Line("KSD, PAPER", "amber", (0, (5, 1))),
+    "ksd-raised-long": Line("PAPER, K to 80", "amber"),
     "deep-long": Line("DEEP", "purple", (0, (3, 1, 1, 1))),
     "hf-long": Line("Hessian-free", "orange"),
     "adam": Line("Adam", "grey", (0, (1.5, 0.8))),
