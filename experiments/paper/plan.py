@@ -142,9 +142,7 @@ def settings(problem: str, method: str) -> dict[str, Any]:
     """What tuning chose for a method on a problem; what was chosen for the Gauss–Newton form serves the others too."""
     row = ROWS.get(problem)
     chosen = read_tuned(TUNED).get((row.tuned_as if row else None) or problem, {})
-    return (
-        {} if method in ("ksd-paper", "ksd-raised", "deep", "kfac") else dict(chosen.get(method.partition("-")[0], {}))
-    )
+    return {} if method in UNTUNED else dict(chosen.get(method.partition("-")[0], {}))
 
 
 def run_of(problem: str, label: str) -> tuple[str, dict[str, Any]]:

@@ -96,12 +96,10 @@ def test_every_method_lowers_the_loss_and_counts_its_cost(method: str, tmp_path:
 
 
 def test_a_raised_k_begins_after_its_steps_on_sets_of_the_same_size() -> None:
-    raised = KINDS["ksd-raised"].make(
-        problem := small_problem(), problem.make_model(0), 0, **config("ksd-raised", "1g").settings
-    )
-    plain = KINDS["ksd-paper"].make(
-        problem, problem.make_model(0), 0, **settings_of("ksd-paper", {"krylov_dim": 5, "fraction": 0.25})
-    )
+    problem = small_problem()
+    settings = settings_of("ksd-paper", {"krylov_dim": 5, "fraction": 0.25})
+    raised = KINDS["ksd-raised"].make(problem, problem.make_model(0), 0, **config("ksd-raised", "1g").settings)
+    plain = KINDS["ksd-paper"].make(problem, problem.make_model(0), 0, **settings)
     reports = [raised.advance(0.0).report for _ in range(6)]
     assert [report.krylov_dim for report in reports] == [5, 5, 5, 5, 10, 10]
     assert {tuple(report.set_sizes.values()) for report in reports} == {(240, 60, 60)}

@@ -329,8 +329,8 @@ class Fisher(Preconditioner):
     """Preconditions by the diagonal of the per-sample Fisher matrix, as the paper does.
 
     Args:
-        floor: ε, D is floored at ε·max(D). 1e-2 beats the paper's 1e-4 (section 4) in short runs, on eight of nine seeds
-            (docs/appendix/variants.md). ``PAPER`` has the paper's, which is ahead in longer runs of large networks.
+        floor: ε, D is floored at ε·max(D). In short runs 1e-2 beats the paper's 1e-4 (section 4) on eight of nine
+            seeds (docs/appendix/variants.md). ``PAPER`` has the paper's, which is ahead later on large networks.
         probes: sign patterns per micro-batch for parameters without an exact rule; one gives an unbiased estimate, and
             each costs two thirds of a gradient.
         exact: per-sample gradients in place of sign patterns, so that D is exact for every module, as in ``PAPER``.
