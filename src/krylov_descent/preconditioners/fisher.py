@@ -330,7 +330,7 @@ class Fisher(Preconditioner):
 
     Args:
         floor: ε, D is floored at ε·max(D). In short runs 1e-2 beats the paper's 1e-4 (section 4) on eight of nine
-            seeds (docs/appendix/variants.md). ``PAPER`` has the paper's, which is ahead later on large networks.
+            seeds (docs/appendix/variants.md). ``PAPER`` has the paper's, which may be ahead later on large networks.
         probes: sign patterns per micro-batch for parameters without an exact rule; one gives an unbiased estimate, and
             each costs two thirds of a gradient.
         exact: per-sample gradients in place of sign patterns, so that D is exact for every module, as in ``PAPER``.
